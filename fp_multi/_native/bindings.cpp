@@ -1,0 +1,289 @@
+// The Python face of the engine: conversions and GIL release, no logic.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "align.h"
+#include "arena.h"
+#include "crc32c.h"
+#include "engine.h"
+#include "fault.h"
+#include "read_job.h"
+#include "sys.h"
+#include "write_job.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <size_t Ndim>
+using U64 = nb::ndarray<const uint64_t, nb::ndim<Ndim>, nb::c_contig, nb::device::cpu>;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+// A job as Python holds it. A forked child leaks it: destroying a condition variable that a thread
+// of the parent was waiting on would hang.
+template <typename T>
+struct Handle {
+  std::shared_ptr<T> job;
+  int pid = ::getpid();
+  explicit Handle(std::shared_ptr<T> j) : job(std::move(j)) {}
+  Handle(Handle&&) = default;
+  ~Handle() {
+    if (::getpid() != pid) new std::shared_ptr<T>(std::move(job));
+  }
+  T* operator->() const { return job.get(); }
+};
+using Write = Handle<fp::WriteJob>;
+using Read = Handle<fp::ReadJob>;
+
+fp::Capability capability(const std::string& text) {
+  if (text == "on") return fp::Capability::on;
+  if (text == "off") return fp::Capability::off;
+  if (text == "auto") return fp::Capability::automatic;
+  throw std::invalid_argument("a capability is \"on\", \"off\" or \"auto\", found \"" + text + "\"");
+}
+
+void set_options(fp::IoOptions& options, uint64_t block_bytes, unsigned depth, unsigned copy_threads,
+                 const std::string& io_uring, const std::string& direct, const std::string& dontcache) {
+  if (!block_bytes || block_bytes % fp::kPage || block_bytes > (1u << 30) || !depth || depth > 64 || !copy_threads ||
+      copy_threads > 64)
+    throw std::invalid_argument("block_bytes, queue_depth or copy_threads out of range");
+  options.block_bytes = block_bytes;
+  options.depth = depth;
+  options.copy_threads = copy_threads;
+  options.io_uring = capability(io_uring);
+  options.direct = capability(direct);
+  options.dontcache = capability(dontcache);
+}
+
+template <typename T>
+char* address(T value) {
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(value));
+}
+
+Write submit_write(fp::Engine& engine, const std::string& path, U64<2> extents, U64<1> chunk_nbytes,
+                   const std::vector<std::tuple<uint64_t, std::vector<uint64_t>, std::vector<int64_t>>>& layouts,
+                   uint64_t block_bytes, unsigned queue_depth, unsigned copy_threads, const std::string& io_uring,
+                   const std::string& direct, const std::string& dontcache, bool reuse, bool durable,
+                   uint64_t ready_nbytes) {
+  fp::WriteOptions options;
+  set_options(options, block_bytes, queue_depth, copy_threads, io_uring, direct, dontcache);
+  options.reuse = reuse;
+  options.durable = durable;
+  if (extents.shape(1) != 3) throw std::invalid_argument("extents has three columns");
+  std::vector<std::unique_ptr<fp::Strides>> strides;
+  for (const auto& [itemsize, shape, steps] : layouts) {
+    if (shape.size() != steps.size() || !itemsize) throw std::invalid_argument("a layout has as many strides as axes");
+    strides.push_back(std::make_unique<fp::Strides>(fp::Strides{itemsize, shape, steps}));
+    strides.back()->simplify();
+  }
+  std::vector<fp::Extent> list(extents.shape(0));
+  uint64_t total = 0, covered = 0;
+  for (size_t i = 0; i < list.size(); i++) {
+    const uint64_t layout = extents(i, 2);
+    if (layout > strides.size()) throw std::invalid_argument("an extent names a layout that is not there");
+    list[i] = {address(extents(i, 0)), extents(i, 1), layout ? strides[layout - 1].get() : nullptr};
+    total += extents(i, 1);
+  }
+  for (size_t i = 0; i < chunk_nbytes.shape(0); i++) covered += chunk_nbytes(i);
+  if (total != covered) throw std::invalid_argument("chunks must cover the extents exactly");
+  auto source =
+      std::make_unique<fp::Source>(std::move(list), chunk_nbytes.data(), chunk_nbytes.shape(0), std::move(strides));
+  auto job = std::make_shared<fp::WriteJob>(path, std::move(source), options);
+  if (ready_nbytes < total) job->set_ready_nbytes(ready_nbytes);
+  nb::gil_scoped_release release;
+  if (!engine.submit(job)) throw std::runtime_error("the engine is closed");
+  return Write(job);
+}
+
+Read submit_read(fp::Engine& engine, const std::string& path, U64<2> ops, U64<2> segments, U64<2> chunks,
+                 uint64_t block_bytes, unsigned queue_depth, unsigned copy_threads, const std::string& io_uring,
+                 const std::string& direct, const std::string& dontcache) {
+  fp::IoOptions options;
+  set_options(options, block_bytes, queue_depth, copy_threads, io_uring, direct, dontcache);
+  if (ops.shape(1) != 3 || segments.shape(1) != 3 || chunks.shape(1) != 2)
+    throw std::invalid_argument("ops and segments have three columns, chunks has two");
+  std::vector<fp::ReadJob::Op> op_list(ops.shape(0));
+  for (size_t i = 0; i < op_list.size(); i++) {
+    op_list[i] = {ops(i, 0), ops(i, 1), address(ops(i, 2))};
+    if (!op_list[i].to && op_list[i].nbytes > block_bytes)
+      throw std::invalid_argument("a staged request is larger than a block");
+  }
+  std::vector<fp::ReadJob::Segment> segment_list(segments.shape(0));
+  for (size_t i = 0; i < segment_list.size(); i++)
+    segment_list[i] = {segments(i, 0), segments(i, 1), address(segments(i, 2))};
+  std::vector<fp::ReadJob::Chunk> chunk_list(chunks.shape(0));
+  for (size_t i = 0; i < chunk_list.size(); i++) chunk_list[i] = {chunks(i, 0), chunks(i, 1)};
+  auto job =
+      std::make_shared<fp::ReadJob>(path, std::move(op_list), std::move(segment_list), std::move(chunk_list), options);
+  nb::gil_scoped_release release;
+  if (!engine.submit(job)) throw std::runtime_error("the engine is closed");
+  return Read(job);
+}
+
+nb::object job_error(const fp::Job& job) {
+  const fp::IoError& e = job.error;
+  if (!job.done() || !e) return nb::none();
+  return nb::make_tuple(e.code, e.op, e.path, e.offset, e.nbytes, e.capability);
+}
+
+nb::dict job_stats(const fp::Job& job) {
+  nb::dict out;
+  if (!job.done()) return out;
+  const fp::JobStats& s = job.stats;
+  out["engine"] = s.engine;
+  out["direct"] = s.direct;
+  out["reasons"] = s.reasons;
+  out["open_s"] = s.open_s;
+  out["transfer_s"] = s.transfer_s;
+  out["sync_s"] = s.sync_s;
+  out["requests"] = s.requests;
+  out["resumed"] = s.resumed;
+  out["buffered_nbytes"] = s.buffered_nbytes;
+  return out;
+}
+
+template <typename T>
+nb::bytes job_crcs(const T& job) {
+  std::vector<uint32_t> crcs(job.chunks());
+  for (size_t i = 0; i < crcs.size(); i++) crcs[i] = job.crc(i);
+  return nb::bytes(crcs.data(), crcs.size() * sizeof(uint32_t));
+}
+
+template <typename H>
+nb::class_<H> bind_job(nb::module_& m, const char* name) {
+  return nb::class_<H>(m, name)
+      .def_prop_ro("done", [](const H& h) { return h->done(); })
+      .def(
+          "wait", [](const H& h, double timeout_s) { return h->wait(timeout_s); }, NoGil(), "timeout_s"_a = -1.0)
+      .def("cancel", [](const H& h) { h->cancel(); })
+      .def_prop_ro("moved_nbytes", [](const H& h) { return h->moved_nbytes(); })
+      .def_prop_ro("error", [](const H& h) { return job_error(*h.job); })
+      .def_prop_ro("stats", [](const H& h) { return job_stats(*h.job); })
+      .def("crcs", [](const H& h) { return job_crcs(*h.job); });
+}
+
+struct Owner {
+  void* base;
+  size_t length;
+};
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> allocate(size_t nbytes) {
+  fp::Mapping memory;
+  const size_t unit = nbytes >= fp::kHugePage ? fp::kHugePage : fp::kPage;
+  if (memory.map(nbytes, unit)) throw std::bad_alloc();
+  auto* owner = new Owner;
+  void* data = memory.detach(owner->base, owner->length);
+  nb::capsule capsule(owner, [](void* p) noexcept {
+    auto* o = static_cast<Owner*>(p);
+    fp::sys::unmap_memory(o->base, o->length);
+    delete o;
+  });
+  return {data, {nbytes}, capsule};
+}
+
+// Where each array's bytes are, as packed native uint64: the buffer protocol is ten times cheaper
+// than asking NumPy.
+nb::bytes addresses(nb::list arrays) {
+  std::vector<uint64_t> out;
+  out.reserve(nb::len(arrays));
+  for (nb::handle array : arrays) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    out.push_back(reinterpret_cast<uint64_t>(view.buf));
+    PyBuffer_Release(&view);
+  }
+  return nb::bytes(out.data(), out.size() * sizeof(uint64_t));
+}
+
+std::tuple<std::string, uint32_t, uint32_t> dio_alignment(const std::string& path) {
+  uint32_t mem = 0, offset = 0;
+  fp::sys::Fd fd(fp::sys::open(path, O_RDONLY));
+  if (!fd.valid()) return {"unknown", 0, 0};
+  switch (fp::sys::dio_alignment(fd.get(), mem, offset)) {
+    case fp::sys::Dio::supported:
+      return {"supported", mem, offset};
+    case fp::sys::Dio::unsupported:
+      return {"unsupported", 0, 0};
+    default:
+      return {"unknown", 0, 0};
+  }
+}
+
+void inject_fault(const std::string& point, uint64_t at, uint64_t times, int error, int64_t short_nbytes, bool kill) {
+  if (!fp::fault::inject(point, at, times, error, short_nbytes, kill))
+    throw std::invalid_argument("no fault point named " + point);
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+  // Engines live until the interpreter is gone; nanobind would report them as leaks.
+  nb::set_leak_warnings(false);
+
+  nb::class_<fp::Engine>(m, "Engine")
+      .def(nb::init<>())
+      .def_prop_ro("usable", &fp::Engine::usable)
+      .def("close", &fp::Engine::close, NoGil())
+      .def("submit_write", &submit_write, "path"_a, "extents"_a, "chunk_nbytes"_a, "layouts"_a, nb::kw_only(),
+           "block_bytes"_a, "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a,
+           "reuse"_a = false, "durable"_a = true, "ready_nbytes"_a = ~0ull)
+      .def("submit_read", &submit_read, "path"_a, "ops"_a, "segments"_a, "chunks"_a, nb::kw_only(), "block_bytes"_a,
+           "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a);
+  bind_job<Write>(m, "WriteJob")
+      .def_prop_ro("staged_nbytes", [](const Write& h) { return h->staged_nbytes(); })
+      .def(
+          "wait_staged", [](const Write& h, uint64_t n, double timeout_s) { return h->wait_staged(n, timeout_s); },
+          NoGil(), "nbytes"_a, "timeout_s"_a = -1.0)
+      .def("set_ready_nbytes", [](const Write& h, uint64_t n) { h->set_ready_nbytes(n); }, "nbytes"_a);
+  bind_job<Read>(m, "ReadJob");
+
+  m.def("allocate", &allocate, "nbytes"_a);
+  m.def("addresses", &addresses, "arrays"_a);
+  m.def(
+      "crc32c", [](nb::bytes data, uint32_t crc) { return fp::crc32c(crc, data.c_str(), data.size()); }, "data"_a,
+      "crc"_a = 0);
+  m.def(
+      "crc32c_portable",
+      [](nb::bytes data, uint32_t crc) { return fp::crc32c_portable(crc, data.c_str(), data.size()); }, "data"_a,
+      "crc"_a = 0);
+  m.def("crc32c_shift", &fp::crc32c_shift, "crc"_a, "nbytes"_a);
+  m.def("crc32c_implementation", &fp::crc32c_implementation);
+
+  m.def("fsync_path", [](const std::string& path) { return -fp::sys::fsync_path(path); }, NoGil(), "path"_a);
+  m.def(
+      "mkdir", [](const std::string& path, unsigned mode) { return -fp::sys::mkdir(path, mode); }, NoGil(), "path"_a,
+      "mode"_a = 0777);
+  m.def("unlink", [](const std::string& path) { return -fp::sys::unlink(path); }, NoGil(), "path"_a);
+  m.def(
+      "rename",
+      [](const std::string& from, const std::string& to, unsigned mode) { return -fp::sys::rename(from, to, mode); },
+      NoGil(), "source"_a, "target"_a, "mode"_a = 0);
+
+  m.def(
+      "probe_io_uring",
+      [] {
+        std::string step;
+        const int code = fp::probe_io_uring(step);
+        return std::make_pair(code, step);
+      },
+      NoGil());
+  m.def("dio_alignment", &dio_alignment, "path"_a);
+
+  m.def("inject_fault", &inject_fault, "point"_a, nb::kw_only(), "at"_a = 1, "times"_a = 1, "error"_a = 0,
+        "short_nbytes"_a = -1, "kill"_a = false);
+  m.def("count_faults", &fp::fault::count_only);
+  m.def("clear_faults", &fp::fault::clear);
+  m.def("fault_counts", &fp::fault::counts);
+}

@@ -1,0 +1,162 @@
+#include "write_job.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "align.h"
+#include "transfer.h"
+
+namespace fp {
+namespace {
+
+constexpr uint64_t kFillGrain = 256 << 10;  // smallest share of a block that is worth another thread
+
+}  // namespace
+
+bool WriteJob::wait_staged(uint64_t nbytes, double timeout_s) {
+  std::unique_lock lock(mutex_);
+  const auto reached = [&] { return done() || staged_nbytes() >= nbytes; };
+  if (timeout_s >= 0) return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), reached);
+  changed_.wait(lock, reached);
+  return true;
+}
+
+void WriteJob::set_ready_nbytes(uint64_t nbytes) {
+  {
+    std::lock_guard lock(mutex_);
+    ready_.store(nbytes, std::memory_order_release);
+  }
+  changed_.notify_all();
+}
+
+bool WriteJob::wait_ready(uint64_t nbytes, bool block) {
+  if (ready_.load(std::memory_order_acquire) >= nbytes) return true;
+  if (!block) return false;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return cancelled() || ready_.load() >= nbytes; });
+  return !cancelled();
+}
+
+void WriteJob::run(Workshop& workshop) {
+  TargetFile file(path_, options_);
+  const double begin = monotonic_s();
+  Backend* backend = workshop.backend(options_, stats.reasons, error);
+  if (!backend) return;
+  stats.engine = backend->name();
+  error = open(file);
+  const double opened = monotonic_s();
+  stats.open_s = opened - begin;
+  if (!error) transfer(workshop, *backend, file);
+  const double written = monotonic_s();
+  stats.transfer_s = written - opened;
+  if (!error) error = flush(file);
+  const IoError closed = file.close();
+  if (!error) error = closed;
+  stats.sync_s = monotonic_s() - written;
+  stats.reasons.insert(stats.reasons.end(), file.reasons.begin(), file.reasons.end());
+}
+
+IoError WriteJob::open(TargetFile& file) {
+  if (IoError failure = file.open_write(options_.reuse, options_.mode)) return failure;
+  const int allocated = sys::fallocate(file.buffered_fd(), source_->nbytes());
+  if (allocated == -EOPNOTSUPP || allocated == -ENOSYS || allocated == -EINVAL) {
+    file.reasons.emplace_back("preallocation: not supported by the file system");
+  } else if (allocated < 0) {
+    return file.error(-allocated, "fallocate", 0, source_->nbytes());
+  }
+  if (IoError failure = file.choose_direct(true)) return failure;
+  stats.direct = file.direct();
+  return {};
+}
+
+void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
+  const uint64_t total = source_->nbytes(), block_bytes = options_.block_bytes;
+  Transfer transfer(backend, file, true, options_.depth);
+  // One block more than requests: it is filled while all others are on their way.
+  const auto blocks =
+      static_cast<uint32_t>(std::min<uint64_t>(options_.depth + 1, align_up(total, block_bytes) / block_bytes));
+  if (const int code = workshop.arena().reserve(block_bytes, std::max(blocks, 1u))) {
+    error = file.error(code, "staging memory", 0, block_bytes * blocks);
+    return;
+  }
+  Pool& pool = workshop.pool(options_.copy_threads);
+  std::vector<uint64_t> free, in_flight_nbytes(blocks);
+  for (uint32_t i = blocks; i-- > 0;) free.push_back(i);
+  const auto settle = [&](bool wait) {
+    const size_t before = free.size();
+    transfer.reap(free, wait);
+    for (size_t i = before; i < free.size(); i++)
+      moved_.fetch_add(in_flight_nbytes[free[i]], std::memory_order_relaxed);
+  };
+
+  uint64_t next = 0;
+  while (next < total && !transfer.error()) {
+    if (cancelled()) {
+      transfer.fail(file.error(ECANCELED, "write"));
+      break;
+    }
+    const uint64_t end = std::min(next + block_bytes, total);
+    if (free.empty() || !wait_ready(end, transfer.idle())) {
+      settle(true);
+      continue;
+    }
+    const uint64_t block = free.back();
+    free.pop_back();
+    char* to = workshop.arena().block(block);
+    pool.run(next, end, kFillGrain, [&](uint64_t a, uint64_t b) { source_->fill(a, b, to + (a - next)); });
+    {
+      std::lock_guard lock(mutex_);
+      staged_.store(end, std::memory_order_release);
+    }
+    changed_.notify_all();
+    while (transfer.full() && !transfer.error()) settle(true);
+    // Direct requests are whole pages; what remains of the last block goes through the buffered
+    // descriptor.
+    const uint64_t direct_end = file.direct() ? align_down(end, kPage) : end;
+    if (direct_end > next) {
+      in_flight_nbytes[block] = direct_end - next;
+      transfer.start(block, to, next, direct_end - next, direct_end - next);
+    }
+    if (direct_end < end && !transfer.error())
+      transfer.fail(write_tail(file, to + (direct_end - next), direct_end, end - direct_end));
+    next = end;
+    settle(false);
+  }
+  while (!transfer.idle() && !transfer.broken()) settle(true);
+  if (transfer.broken()) workshop.discard_backend(&backend);
+  error = transfer.error();
+  stats.requests = transfer.requests();
+  stats.resumed = transfer.resumed();
+  stats.direct = file.direct();
+}
+
+IoError WriteJob::write_tail(TargetFile& file, const char* data, uint64_t offset, uint64_t nbytes) {
+  while (nbytes) {
+    const int64_t n = sys::pwrite(file.buffered_fd(), data, nbytes, offset, 0);
+    if (n <= 0) return file.error(n < 0 ? static_cast<int>(-n) : EIO, "write", offset, nbytes);
+    data += n;
+    offset += static_cast<uint64_t>(n);
+    nbytes -= static_cast<uint64_t>(n);
+    stats.buffered_nbytes += static_cast<uint64_t>(n);
+    moved_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+  }
+  return {};
+}
+
+IoError WriteJob::flush(TargetFile& file) {
+  const uint64_t total = source_->nbytes();
+  const int64_t size = sys::file_size(file.buffered_fd());
+  if (size < 0) return file.error(static_cast<int>(-size), "fstat");
+  if (static_cast<uint64_t>(size) != total) {  // a reused file that was longer
+    if (const int result = sys::ftruncate(file.buffered_fd(), total); result < 0)
+      return file.error(-result, "ftruncate", total);
+  }
+  if (!options_.durable) return {};
+  // Direct writes are in the drive, perhaps in its volatile cache; sizes and extents are only in
+  // memory.
+  if (const int result = sys::fdatasync(file.buffered_fd()); result < 0)
+    return file.error(-result, "fdatasync", 0, total);
+  return {};
+}
+
+}  // namespace fp

@@ -1,0 +1,49 @@
+// Writes one file from a Source: allocate, stage, write, flush.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "job.h"
+#include "source.h"
+#include "target_file.h"
+
+namespace fp {
+
+struct WriteOptions : IoOptions {
+  bool reuse = false;    // overwrite an existing file in place and cut it to length
+  bool durable = true;   // fdatasync
+  unsigned mode = 0666;  // before the umask
+};
+
+class WriteJob final : public Job {
+ public:
+  WriteJob(std::string path, std::unique_ptr<Source> source, const WriteOptions& options)
+      : path_(std::move(path)), source_(std::move(source)), options_(options) {}
+
+  void run(Workshop& workshop) override;
+
+  size_t chunks() const { return source_->chunks(); }
+  uint32_t crc(size_t chunk) const { return source_->crc(chunk); }
+  // Bytes of the file, from its start, whose sources have been read: that memory may change again.
+  uint64_t staged_nbytes() const { return staged_.load(std::memory_order_acquire); }
+  // Waits until staged_nbytes() >= nbytes or the job is done. False on timeout (negative: none).
+  bool wait_staged(uint64_t nbytes, double timeout_s);
+  // Sources at and behind `nbytes` are not ready to be read yet (device copies on their way). Only
+  // grows; starts as "everything is ready".
+  void set_ready_nbytes(uint64_t nbytes);
+
+ private:
+  IoError open(TargetFile& file);
+  void transfer(Workshop& workshop, Backend& backend, TargetFile& file);
+  IoError write_tail(TargetFile& file, const char* data, uint64_t offset, uint64_t nbytes);
+  IoError flush(TargetFile& file);
+  bool wait_ready(uint64_t nbytes, bool block);
+
+  const std::string path_;
+  const std::unique_ptr<Source> source_;
+  const WriteOptions options_;
+  std::atomic<uint64_t> staged_{0};
+  std::atomic<uint64_t> ready_{~0ull};
+};
+
+}  // namespace fp
