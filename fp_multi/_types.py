@@ -1,0 +1,156 @@
+"""The vocabulary: the few frozen records that pass from stage to stage.
+
+Save: state -> describe -> ``Described`` -> plan/layout -> ``ShardLayout`` -> stage and write -> ``ShardReceipt`` ->
+commit -> ``SaveReport``. Load: ``Manifest`` (in ``_format``) -> select/coalesce -> ``ReadPlan`` -> read -> assemble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Path: TypeAlias = tuple[Any, ...]
+"""Keys and positions from the root of a state to a leaf."""
+
+Fetch: TypeAlias = Callable[[int, int, int], Callable[[], None]]
+"""``fetch(address, start, nbytes)`` starts copying bytes ``[start, start + nbytes)`` of a device tensor's C-order
+bytes to
+host memory at ``address`` and returns a function that waits until they are there."""
+
+
+Pin: TypeAlias = Callable[[int, int], Callable[[], None]]
+"""``pin(address, nbytes)`` page-locks host memory for device copies and returns the undo."""
+
+
+class LeafSource(NamedTuple):
+    """Where the bytes of one tensor are, and what they mean.
+
+    Exactly one of ``address`` (host memory) and ``fetch`` (device memory) is used. ``strides`` is None for C-contiguous
+    memory, else in bytes, one for each axis.
+    """
+
+    dtype: str
+    """Name as in docs/format.md section 3.5."""
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes in C order: product of the shape times the item size."""
+    address: int
+    keepalive: object
+    """Whatever must stay referenced until the last byte has been read."""
+    kind: str = "numpy"
+    strides: tuple[int, ...] | None = None
+    attrs: Mapping[str, str] | None = None
+    fetch: Fetch | None = None
+    itemsize: int = 1
+    identity: object = None
+    """Equal for two leaves that are one tensor; None derives it from address, shape, strides and dtype."""
+    pin: Pin | None = None
+    """For device tensors: how to page-lock the host memory that ``fetch`` copies to."""
+
+
+class HostTensor(NamedTuple):
+    """One loaded tensor on its way to the caller, as given to a tensor builder."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+    """1-d, C order, little-endian; it owns its memory and nobody else holds it."""
+    kind: str
+    attrs: Mapping[str, str]
+    path: str
+    """The tensor's name in the checkpoint, for messages."""
+
+
+TensorBuilder: TypeAlias = Callable[[HostTensor], Any]
+"""Makes a framework's tensor of a :class:`HostTensor` whose kind is not NumPy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How an adapter's tensors are described; see :func:`fp_multi.register_tensor_type`."""
+
+    describe: Callable[[Any, str], LeafSource]
+    """``describe(tensor, path)``; raises UnsupportedLeafError (with the path) for what it cannot store exactly."""
+    pin: Pin | None = None
+    """How to page-lock host memory for copies from the tensors' device."""
+    assign: Callable[[Any, Any], None] | None = None
+    """``assign(tensor, value)`` copies a loaded tensor into an existing one (``load(..., inplace=True)``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionType:
+    """How an adapter's plain values are stored; see :func:`fp_multi.register_extension_type`."""
+
+    encode: Callable[[Any], Any]
+    """To None, bool, int, float, str or a tuple or list of such."""
+    decode: Callable[[Any], Any]
+    """Back. A value that cannot be what ``encode`` gave raises ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state taken apart: its tensors and the tree that refers to them by index."""
+
+    tree: Any
+    """The *Node* of docs/format.md section 3.3, as plain JSON values."""
+    names: list[str]
+    sources: list[LeafSource]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReceipt:
+    """What the engine did for one file."""
+
+    file: str
+    nbytes: int
+    engine: str
+    """``io_uring`` or ``threads``."""
+    direct: bool
+    reasons: tuple[str, ...]
+    """Why a capability left on ``auto`` was not used; empty when all were."""
+    open_s: float
+    write_s: float
+    fsync_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did, and how."""
+
+    path: str
+    tensors: int
+    tensor_nbytes: int
+    file_nbytes: int
+    engine: str
+    direct: bool
+    reasons: tuple[str, ...]
+    plan_s: float
+    write_s: float
+    fsync_s: float
+    commit_s: float
+    elapsed_s: float
+    shards: tuple[ShardReceipt, ...] = field(default=())
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Tensor bytes / 1e9 / seconds until durable."""
+        return self.tensor_nbytes / 1e9 / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a successful :func:`fp_multi.verify` read."""
+
+    path: str
+    tensors: int
+    shards: int
+    nbytes: int
+    elapsed_s: float
+
+
+Selection: TypeAlias = Sequence[str | Path]
