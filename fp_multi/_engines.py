@@ -1,0 +1,97 @@
+"""The process's engines: made on first use, closed at exit, made anew in a forked child.
+
+Saving and loading have an engine each, so that a load does not queue behind a save that runs in the background.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from fp_multi import _engine
+from fp_multi.config import IOConfig
+from fp_multi.errors import CapabilityError, StorageError
+
+Role = Literal["write", "read"]
+Job = TypeVar("Job", _engine.WriteJob, _engine.ReadJob)
+
+_CPUS_A_COPY_THREAD = 8
+_TICK_S = 0.1
+
+_lock = threading.Lock()
+_engines: dict[tuple[int, Role], _engine.Engine] = {}
+
+
+def engine(role: Role) -> _engine.Engine:
+    """This process's engine for a role."""
+    key = (os.getpid(), role)
+    found = _engines.get(key)
+    if found is None or not found.usable:
+        with _lock:
+            found = _engines.get(key)
+            if found is None or not found.usable:
+                found = _engines[key] = _engine.Engine()
+    return found
+
+
+def _close_all() -> None:
+    # Before the interpreter frees the arrays that a running job reads from.
+    for (pid, _), one in list(_engines.items()):
+        if pid == os.getpid():
+            one.close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def options(config: IOConfig) -> dict[str, object]:
+    """The engine's keyword arguments for a configuration."""
+    threads = config.copy_threads or max(1, min(4, len(os.sched_getaffinity(0)) // _CPUS_A_COPY_THREAD))
+    return {
+        "block_bytes": config.block_bytes,
+        "queue_depth": config.queue_depth,
+        "copy_threads": threads,
+        "io_uring": config.io_uring,
+        "direct": config.direct,
+        "dontcache": config.dontcache,
+    }
+
+
+def wait(job: Job, on_tick: Callable[[Job], None] | None = None) -> Job:
+    """Wait for a job, letting Python handle signals meanwhile.
+
+    Args:
+        job: a submitted job.
+        on_tick: called about ten times a second.
+
+    Raises:
+        StorageError: the first system call that failed, with errno, file, offset and length.
+        CapabilityError: a capability that is switched on is not available.
+    """
+    try:
+        while not job.wait(_TICK_S):
+            if on_tick is not None:
+                on_tick(job)
+    except BaseException:
+        # The memory that the job uses is the caller's: it must be left alone before the caller gets control.
+        job.cancel()
+        job.wait()
+        raise
+    if job.error is not None:
+        code, op, path, offset, nbytes, capability = job.error
+        if capability:
+            raise CapabilityError(
+                f"{op}: {os.strerror(code)}, but the capability is switched on"
+                f'{f" (file {path})" if path else ""}; use "auto" to fall back'
+            )
+        raise StorageError(code, op, path, offset, nbytes)
+    return job

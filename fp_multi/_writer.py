@@ -1,0 +1,102 @@
+"""Layout + tensors -> one file on the drive, and a receipt for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp_multi import _engine, _engines, _staging
+from fp_multi._layout import chunk_sizes
+from fp_multi._types import LeafSource, ShardReceipt
+from fp_multi.config import SaveConfig
+
+
+@dataclass(slots=True)
+class PendingWrite:
+    """A file being written by the engine; the sources must not change before :meth:`finish` returns."""
+
+    path: str
+    nbytes: int
+    parts: _staging.Extents
+    job: _engine.WriteJob
+
+    def finish(self) -> tuple[ShardReceipt, list[int]]:
+        """Wait until the file is complete (and on the drive, if durable).
+
+        Returns:
+            The receipt, and the CRC of each chunk: the header's first, then each tensor's in file order.
+
+        Raises:
+            StorageError: a system call failed.
+            CapabilityError: a capability that is switched on is not available.
+        """
+        try:
+            try:
+                _staging.feed(self.job, self.parts)
+            except BaseException:
+                self.job.cancel()
+                self.job.wait()
+                raise
+            _engines.wait(self.job)
+        finally:
+            _staging.release(self.parts)
+        stats = self.job.stats
+        receipt = ShardReceipt(
+            file=os.path.basename(self.path),
+            nbytes=self.nbytes,
+            engine=stats["engine"],
+            direct=stats["direct"],
+            reasons=tuple(stats["reasons"]),
+            open_s=stats["open_s"],
+            write_s=stats["transfer_s"],
+            fsync_s=stats["sync_s"],
+        )
+        crcs: list[int] = np.frombuffer(self.job.crcs(), np.uint32).tolist()
+        return receipt, crcs
+
+
+def start_write(
+    path: str,
+    header: bytes,
+    sources: Sequence[LeafSource],
+    config: SaveConfig,
+    *,
+    reuse: bool = False,
+) -> PendingWrite:
+    """Start writing a file made of a header and tensors.
+
+    Args:
+        path: the file; it must not exist, unless ``reuse``.
+        header: the first bytes.
+        sources: the tensors behind it, in file order.
+        config: how to write.
+        reuse: overwrite an existing file in place and cut it to length: its blocks are allocated already, which is the
+            fastest way to write there is. The old content is lost from the first moment.
+    """
+    parts = _staging.extents(header, sources, config.block_bytes)
+    chunks = [len(header)] if header else []
+    for source in sources:
+        nbytes = source.nbytes
+        if 0 < nbytes <= config.chunk_bytes:
+            chunks.append(nbytes)
+        elif nbytes:
+            chunks.extend(chunk_sizes(nbytes, config.chunk_bytes))
+    job = _engines.engine("write").submit_write(
+        path,
+        parts.table,
+        np.array(chunks, np.uint64),
+        parts.layouts,
+        reuse=reuse,
+        durable=config.durable,
+        ready_nbytes=parts.ready_nbytes,
+        **_engines.options(config),  # type: ignore[arg-type]
+    )
+    return PendingWrite(path, sum(chunks), parts, job)
+
+
+def write_bytes(path: str, data: bytes, config: SaveConfig) -> ShardReceipt:
+    """Write a small file with the same engine, checks and durability as a shard."""
+    return start_write(path, data, (), config).finish()[0]

@@ -1,0 +1,273 @@
+"""save() and load(): the whole story, top to bottom."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fp_multi import _assemble, _commit, _engine, _target, _writer
+from fp_multi._dtypes import safetensors_code, stored_shape
+from fp_multi._format import (
+    FORMAT,
+    MAX_MANIFEST_NBYTES,
+    SHARD_METADATA,
+    VERSION,
+    Manifest,
+    Piece,
+    Shard,
+    Tensor,
+    Totals,
+    decode_manifest,
+    encode_header,
+    encode_manifest,
+)
+from fp_multi._layout import DataLayout, chunk_count, lay_out
+from fp_multi._tree import decode, describe, select
+from fp_multi._types import Described, SaveReport, Selection, TensorBuilder
+from fp_multi._version import WRITER
+from fp_multi.config import LoadConfig, SaveConfig
+from fp_multi.errors import CheckpointNotFoundError, ManifestError
+
+_MANIFEST_NBYTES_A_TENSOR = 256
+"""For the question whether there is room: a guess, the real size is known after the write."""
+
+
+def shard_name(index: int, count: int) -> str:
+    """File name of a shard."""
+    return f"shard-{index:05d}-of-{count:05d}.safetensors"
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    config: SaveConfig = SaveConfig(),
+    allow_pickle: bool = False,
+) -> SaveReport:
+    """Save a state as a checkpoint directory; it is complete and on the drive when this returns.
+
+    Until then the path shows what it showed before, whatever happens (docs/commit.md).
+
+    Args:
+        state: any nesting of dicts, lists, tuples and named tuples with arrays, tensors of registered frameworks, and
+        plain
+            values. It must not change meanwhile.
+        path: the directory to make.
+        overwrite: replace a checkpoint that is there, atomically. Anything else that is there is never replaced.
+        metadata: strings to keep with it.
+        config: how to write.
+        allow_pickle: pickle leaves that the format does not know; loading them needs the same permission.
+
+    Returns:
+        What was written, how, and how long it took.
+
+    Raises:
+        UnsupportedLeafError: a leaf cannot be stored; nothing has been written.
+        CheckpointExistsError: the path exists.
+        NoSpaceError: the file system has not the room; nothing has been written.
+        StorageError: the operating system refused an operation; the path is untouched.
+
+    Example:
+        >>> import numpy as np, fp_multi as fp
+        >>> report = fp.save({"w": np.arange(6.0).reshape(2, 3), "step": 7}, "ckpt/step_7", overwrite=True)
+        >>> fp.load("ckpt/step_7")["step"]
+        7
+    """
+    begin = time.perf_counter()
+    described = describe(state, allow_pickle=allow_pickle)
+    layout = lay_out([source.nbytes for source in described.sources])
+    header = encode_shard_header(described, layout)
+    file = shard_name(0, 1)
+    needed = len(header) + layout.nbytes + _MANIFEST_NBYTES_A_TENSOR * len(described.sources)
+    with _commit.DirectoryCommit(path, config, overwrite=overwrite, nbytes=needed) as commit:
+        sources = [described.sources[i] for i in layout.order]
+        pending = _writer.start_write(os.path.join(commit.path, file), header, sources, config)
+        planned = time.perf_counter()
+        # Beside the write: the manifest without its checksums.
+        tensors = _describe_tensors(described, layout, len(header))
+        receipt, crcs = pending.finish()
+        written = time.perf_counter()
+        _fill_checksums(tensors, layout, crcs, config.chunk_bytes)
+        shard = Shard(file, receipt.nbytes, len(header), crcs[0])
+        manifest = Manifest(
+            format=FORMAT,
+            version=VERSION,
+            writer=WRITER,
+            chunk_nbytes=config.chunk_bytes,
+            shards=[shard],
+            tensors=tensors,
+            tree=described.tree,
+            metadata=dict(metadata or {}),
+            totals=Totals(len(tensors), layout.nbytes, receipt.nbytes),
+        )
+        manifest_receipt = commit.publish(encode_manifest(manifest, _engine.crc32c))
+    end = time.perf_counter()
+    return SaveReport(
+        path=commit.target,
+        tensors=len(tensors),
+        tensor_nbytes=layout.nbytes,
+        file_nbytes=receipt.nbytes + manifest_receipt.nbytes,
+        engine=receipt.engine,
+        direct=receipt.direct,
+        reasons=receipt.reasons,
+        plan_s=planned - begin,
+        write_s=receipt.open_s + receipt.write_s,
+        fsync_s=receipt.fsync_s,
+        commit_s=end - written,
+        elapsed_s=end - begin,
+        shards=(receipt,),
+    )
+
+
+def encode_shard_header(described: Described, layout: DataLayout) -> bytes:
+    """The safetensors header of a shard that holds whole tensors."""
+    entries = []
+    for i, at in zip(layout.order, layout.begins, strict=True):
+        source = described.sources[i]
+        shape = stored_shape(source.dtype, source.shape)
+        entries.append(
+            (
+                described.names[i],
+                safetensors_code(source.dtype),
+                shape,
+                at,
+                at + source.nbytes,
+                (0,) * len(shape),
+            )
+        )
+    return encode_header(entries, SHARD_METADATA)
+
+
+def _describe_tensors(described: Described, layout: DataLayout, data_begin: int) -> list[Tensor]:
+    begins = dict(zip(layout.order, layout.begins, strict=True))
+    return [
+        Tensor(
+            name,
+            source.dtype,
+            list(source.shape),
+            [Piece(data_begin + begins[i], source.nbytes, [])],
+            source.kind,
+            dict(source.attrs) if source.attrs else {},
+        )
+        for i, (name, source) in enumerate(zip(described.names, described.sources, strict=True))
+    ]
+
+
+def _fill_checksums(tensors: list[Tensor], layout: DataLayout, crcs: list[int], chunk_nbytes: int) -> None:
+    at = 1  # the header's comes first
+    for i in layout.order:
+        piece = tensors[i].pieces[0]
+        count = chunk_count(piece.nbytes, chunk_nbytes)
+        piece.crc32c = crcs[at : at + count]
+        at += count
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[str, Manifest]:
+    """Find a checkpoint and read its manifest.
+
+    Returns:
+        The directory that holds it, and the checked manifest.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        ManifestError: the manifest is damaged or impossible.
+        FormatVersionError: it is of a newer version.
+    """
+    directory = _commit.find(path)
+    if directory is None:
+        raise CheckpointNotFoundError(
+            2,
+            f"no checkpoint here: expected a directory with {_commit.MANIFEST}"
+            + ("" if os.path.lexists(path) else ", found nothing"),
+            os.fspath(path),
+        )
+    source = os.path.join(directory, _commit.MANIFEST)
+    with open(source, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_MANIFEST_NBYTES:
+            raise ManifestError(f"{source}: expected at most {MAX_MANIFEST_NBYTES} bytes, found {size}")
+        data = file.read()
+    return directory, decode_manifest(data, _engine.crc32c, source=source)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """What a checkpoint contains, without reading any tensor.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ManifestError: the manifest is damaged, impossible, or of a newer version (FormatVersionError).
+
+    Example:
+        >>> import fp_multi as fp
+        >>> [tensor.name for tensor in fp.read_manifest("ckpt/step_7").tensors]
+        ['w']
+    """
+    return open_checkpoint(path)[1]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    target: Any = None,
+    only: Selection | None = None,
+    inplace: bool = False,
+    config: LoadConfig = LoadConfig(),
+    allow_pickle: bool = False,
+    tensor_builder: TensorBuilder | None = None,
+) -> Any:
+    """Load a checkpoint; every chunk that is read is compared with its checksum.
+
+    Args:
+        path: the checkpoint directory, whoever wrote it.
+        target: a state of the same structure, whose shapes and dtypes are checked; the result has its containers. With
+            ``only``, of the structure that ``only`` selects.
+        only: load only these subtrees: dotted paths, or tuples of keys. The nesting stays.
+        inplace: fill the target's own arrays and return them in place of new ones. If an error is raised then, the
+            target may hold a mixture of old and new values.
+        config: how to read.
+        allow_pickle: unpickle leaves that were pickled. A pickle can run any code: only for checkpoints you trust.
+        tensor_builder: makes a framework's tensors; without it everything is a NumPy array.
+
+    Returns:
+        The state. Each array owns its memory.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ManifestError: the manifest is damaged, impossible, or of a newer version (FormatVersionError).
+        CorruptCheckpointError: a shard is missing (MissingShardError), cut (TruncatedShardError), or its bytes changed
+            (ChecksumError); the message names tensor, file and chunk.
+        TargetMismatchError: the target does not fit.
+        KeyNotFoundError: ``only`` names what is not there.
+        PickleRefusedError: a leaf is pickled and ``allow_pickle`` was not given.
+
+    Example:
+        >>> import fp_multi as fp
+        >>> fp.load("ckpt/step_7", only=["w"])["w"].shape
+        (2, 3)
+    """
+    directory, manifest = open_checkpoint(path)
+    tree = manifest.tree
+    wanted = list(range(len(manifest.tensors)))
+    if only is not None:
+        tree, indices = select(tree, only)
+        wanted = sorted(indices)
+    _assemble.refuse_pickle(manifest, wanted, allow_pickle=allow_pickle)
+    if target is None:
+        values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder)
+        return decode(tree, [values.get(i) for i in range(len(manifest.tensors))])
+
+    places = _target.match(tree, target, manifest.tensors)
+    into: dict[int, int] = {}
+    if inplace:
+        addresses = ((i, _target.memory(found)) for i, found in places.items())
+        into = {i: address for i, address in addresses if address is not None}
+    values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, into)
+    if inplace:
+        for i, found in places.items():
+            if i not in into:
+                _target.fill(found, values[i])
+    return _target.rebuild(tree, target, values, inplace=inplace)
