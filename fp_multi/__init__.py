@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 from fp_multi import errors as errors
+from fp_multi._ceiling import CeilingResult as CeilingResult
+from fp_multi._ceiling import capabilities as capabilities
+from fp_multi._ceiling import measure_ceiling as measure_ceiling
 from fp_multi._dtypes import numpy_dtype as numpy_dtype
 from fp_multi._registry import register_extension_type as register_extension_type
 from fp_multi._registry import register_tensor_type as register_tensor_type
@@ -53,5 +56,8 @@ __all__ = [
     "HostTensor",
     "TensorBuilder",
     "numpy_dtype",
+    "capabilities",
+    "measure_ceiling",
+    "CeilingResult",
     "__version__",
 ]

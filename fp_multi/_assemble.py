@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp_multi import _reader
+from fp_multi._collector import collector_paused
 from fp_multi._dtypes import itemsize, numpy_dtype
 from fp_multi._format import Manifest, Tensor
 from fp_multi._layout import I64, box_runs, chunk_count
@@ -30,7 +31,8 @@ _PLAIN_KINDS = frozenset(("numpy", "numpy.scalar", "bytes", "bytearray", "pickle
 
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a whole tensor."""
-    return sum(piece.nbytes for piece in tensor.pieces)
+    pieces = tensor.pieces
+    return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
 
 
 def shard_faults(directory: str, manifest: Manifest) -> list[CorruptCheckpointError]:
@@ -152,7 +154,8 @@ def fetch(
         The chunks whose bytes are not what was written; empty if all is well.
     """
     faults: list[CorruptCheckpointError] = []
-    plans = _plan(manifest, list(where), where, verify=config.verify)
+    with collector_paused():
+        plans = _plan(manifest, list(where), where, verify=config.verify)
     for number, plan in sorted(plans.items()):
         shard = manifest.shards[number]
         crcs = _reader.read_ranges(
@@ -259,8 +262,10 @@ def load_values(
     into = into or {}
     tensors = manifest.tensors
     fresh = [i for i in wanted if i not in into]
-    buffers = _reader.allocate([nbytes_of(tensors[i]) for i in fresh])
-    where = dict(zip(fresh, _reader.addresses(buffers).tolist(), strict=True))
-    where.update(into)
+    with collector_paused():
+        buffers = _reader.allocate([nbytes_of(tensors[i]) for i in fresh])
+        where = dict(zip(fresh, _reader.addresses(buffers).tolist(), strict=True))
+        where.update(into)
     raise_faults(fetch(directory, manifest, where, config), directory)
-    return {i: value(tensors[i], data, builder) for i, data in zip(fresh, buffers, strict=True)}
+    with collector_paused():
+        return {i: value(tensors[i], data, builder) for i, data in zip(fresh, buffers, strict=True)}

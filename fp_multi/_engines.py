@@ -9,7 +9,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 from fp_multi import _engine
 from fp_multi.config import IOConfig
@@ -53,7 +53,18 @@ atexit.register(_close_all)
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def options(config: IOConfig) -> dict[str, object]:
+class Options(TypedDict):
+    """The engine's keyword arguments."""
+
+    block_bytes: int
+    queue_depth: int
+    copy_threads: int
+    io_uring: str
+    direct: str
+    dontcache: str
+
+
+def options(config: IOConfig) -> Options:
     """The engine's keyword arguments for a configuration."""
     threads = config.copy_threads or max(1, min(4, len(os.sched_getaffinity(0)) // _CPUS_A_COPY_THREAD))
     return {

@@ -21,6 +21,7 @@ from fp_multi._header import decode_header_metadata as decode_header_metadata
 from fp_multi._header import encode_header as encode_header
 from fp_multi._header import header_nbytes as header_nbytes
 from fp_multi._manifest import FORMAT as FORMAT
+from fp_multi._manifest import MAX_AXES as MAX_AXES
 from fp_multi._manifest import MAX_MANIFEST_NBYTES as MAX_MANIFEST_NBYTES
 from fp_multi._manifest import VERSION as VERSION
 from fp_multi._manifest import Manifest as Manifest

@@ -68,7 +68,7 @@ def read_ranges(
         ops.astype(np.uint64),
         segments.astype(np.uint64),
         chunks.astype(np.uint64),
-        **_engines.options(config),  # type: ignore[arg-type]
+        **_engines.options(config),
     )
     _engines.wait(job, None if progress is None else lambda running: progress(running.moved_nbytes))
     crcs = np.empty(len(chunks), np.uint32)

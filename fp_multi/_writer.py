@@ -92,7 +92,7 @@ def start_write(
         reuse=reuse,
         durable=config.durable,
         ready_nbytes=parts.ready_nbytes,
-        **_engines.options(config),  # type: ignore[arg-type]
+        **_engines.options(config),
     )
     return PendingWrite(path, sum(chunks), parts, job)
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp_multi import _assemble, _commit, _engine, _target, _writer
+from fp_multi._collector import collector_paused
 from fp_multi._dtypes import safetensors_code, stored_shape
 from fp_multi._format import (
     FORMAT,
+    MAX_AXES,
     MAX_MANIFEST_NBYTES,
     SHARD_METADATA,
     VERSION,
@@ -78,20 +80,23 @@ def save(
         7
     """
     begin = time.perf_counter()
-    described = describe(state, allow_pickle=allow_pickle)
-    layout = lay_out([source.nbytes for source in described.sources])
-    header = encode_shard_header(described, layout)
     file = shard_name(0, 1)
+    with collector_paused():
+        described = describe(state, allow_pickle=allow_pickle)
+        layout = lay_out([source.nbytes for source in described.sources])
+        header = encode_shard_header(described, layout)
     needed = len(header) + layout.nbytes + _MANIFEST_NBYTES_A_TENSOR * len(described.sources)
     with _commit.DirectoryCommit(path, config, overwrite=overwrite, nbytes=needed) as commit:
         sources = [described.sources[i] for i in layout.order]
-        pending = _writer.start_write(os.path.join(commit.path, file), header, sources, config)
-        planned = time.perf_counter()
-        # Beside the write: the manifest without its checksums.
-        tensors = _describe_tensors(described, layout, len(header))
+        with collector_paused():
+            pending = _writer.start_write(os.path.join(commit.path, file), header, sources, config)
+            planned = time.perf_counter()
+            # Beside the write: the manifest without its checksums.
+            tensors = _describe_tensors(described, layout, len(header))
         receipt, crcs = pending.finish()
         written = time.perf_counter()
-        _fill_checksums(tensors, layout, crcs, config.chunk_bytes)
+        with collector_paused():
+            _fill_checksums(tensors, layout, crcs, config.chunk_bytes)
         shard = Shard(file, receipt.nbytes, len(header), crcs[0])
         manifest = Manifest(
             format=FORMAT,
@@ -126,19 +131,17 @@ def save(
 def encode_shard_header(described: Described, layout: DataLayout) -> bytes:
     """The safetensors header of a shard that holds whole tensors."""
     entries = []
+    codes: dict[str, str] = {}
+    corners = [(0,) * axes for axes in range(MAX_AXES + 2)]
+    names, sources = described.names, described.sources
     for i, at in zip(layout.order, layout.begins, strict=True):
-        source = described.sources[i]
-        shape = stored_shape(source.dtype, source.shape)
-        entries.append(
-            (
-                described.names[i],
-                safetensors_code(source.dtype),
-                shape,
-                at,
-                at + source.nbytes,
-                (0,) * len(shape),
-            )
-        )
+        source = sources[i]
+        dtype = source.dtype
+        code = codes.get(dtype)
+        if code is None:
+            code = codes[dtype] = safetensors_code(dtype)
+        shape = stored_shape(dtype, source.shape)
+        entries.append((names[i], code, shape, at, at + source.nbytes, corners[len(shape)]))
     return encode_header(entries, SHARD_METADATA)
 
 
