@@ -194,6 +194,10 @@ def numpy_dtype(name: str) -> DType:
     Raises:
         ManifestError: there is no such type, or this machine does not have it (another machine's
             long double).
+
+    Example:
+        >>> numpy_dtype("int16"), numpy_dtype('numpy:"<M8[ns]"')
+        (dtype('int16'), dtype('<M8[ns]'))
     """
     dtype = _NUMPY.get(name, _dtype_cache.get(name))
     if dtype is not None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fp_multi._dtypes import itemsize
 from fp_multi._manifest import MAX_NBYTES, Manifest, Shard, Tensor
-from fp_multi._nodes import check_tree, shorten
+from fp_multi._nodes import check_tree, count_text, shorten
 from fp_multi.errors import ManifestError
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
@@ -82,8 +82,8 @@ def _check_tensors(tensors: list[Tensor]) -> int:
         if len(pieces) == 1 and pieces[0].box is None:
             if pieces[0].nbytes != nbytes or nbytes > MAX_NBYTES:
                 raise ManifestError(
-                    f"tensor {shorten(name)}: expected {nbytes} bytes for {dtype}{tensor.shape} "
-                    f"(at most {MAX_NBYTES}), found a piece of {pieces[0].nbytes}"
+                    f"tensor {shorten(name)}: expected {count_text(nbytes)} bytes for "
+                    f"{dtype}{str(tensor.shape)[:200]} (at most {MAX_NBYTES}), found a piece of {pieces[0].nbytes}"
                 )
         else:
             try:
@@ -98,16 +98,19 @@ def _check_boxes(tensor: Tensor, nbytes: int, itemsize: int) -> None:
     shape, pieces = tensor.shape, tensor.pieces
     if not pieces or not 0 < nbytes <= MAX_NBYTES:
         raise ManifestError(
-            f"expected one piece without a box for {nbytes} bytes (at most {MAX_NBYTES}), found {len(pieces)} pieces"
+            f"expected one piece without a box for {count_text(nbytes)} bytes (at most {MAX_NBYTES}), "
+            f"found {len(pieces)} pieces"
         )
     if len({piece.shard for piece in pieces}) != len(pieces):
         raise ManifestError("expected at most one piece in a shard (rule P3), found several")
     boxes = [piece.box for piece in pieces]
     for piece, box in zip(pieces, boxes, strict=True):
         if box is None or len(box[0]) != len(shape) or len(box[1]) != len(shape):
-            raise ManifestError(f"expected a box of {len(shape)} axes for every piece, found {box}")
+            raise ManifestError(f"expected a box of {len(shape)} axes for every piece, found {str(box)[:200]}")
         if prod(box[1]) * itemsize != piece.nbytes:
-            raise ManifestError(f"expected {prod(box[1]) * itemsize} bytes in box {box}, found {piece.nbytes}")
+            raise ManifestError(
+                f"expected {count_text(prod(box[1]) * itemsize)} bytes in box {str(box)[:200]}, found {piece.nbytes}"
+            )
     starts = [tuple(box[0]) for box in boxes if box is not None]
     lengths = [tuple(box[1]) for box in boxes if box is not None]
     # If every axis is cut into intervals that follow each other, there are as many boxes as cells

@@ -12,7 +12,7 @@ import msgspec
 from fp_multi._collector import collector_paused
 from fp_multi._dtypes import CODE_BITS
 from fp_multi._manifest import MAX_AXES, MAX_NBYTES
-from fp_multi._nodes import shorten
+from fp_multi._nodes import count_text, shorten
 from fp_multi.errors import ConfigError, CorruptCheckpointError
 
 MAX_HEADER_NBYTES = 100_000_000
@@ -218,7 +218,9 @@ def _entry(name: str, member: Any) -> HeaderEntry:
         raise _fault(name, "two data_offsets", shorten(offsets))
     begin, end = offsets
     if (end - begin) * 8 != prod(shape) * bits:
-        raise _fault(name, f"{prod(shape) * bits} bits for {code}{shape}", f"{end - begin} bytes")
+        raise _fault(
+            name, f"{count_text(prod(shape) * bits)} bits for {code}{str(shape)[:200]}", f"{end - begin} bytes"
+        )
     return HeaderEntry(code, tuple(shape), begin, end)
 
 

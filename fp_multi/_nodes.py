@@ -154,6 +154,11 @@ def shorten(value: Any, limit: int = 80) -> str:
     return repr(value)
 
 
+def count_text(value: int) -> str:
+    """A count from a hostile file, fit for a message."""
+    return str(value) if value <= INT64_MAX else f"more than {INT64_MAX}"
+
+
 def elements(cell: Cell) -> list[Any]:
     """The path's elements from the root on."""
     path: list[Any] = []

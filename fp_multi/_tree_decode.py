@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import sys
 import unicodedata
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +54,10 @@ def decode_key(key: Any) -> Any:
 _CHILDREN = {"dict": 2, "ordereddict": 2, "list": 1, "tuple": 1, "namedtuple": 3}
 
 
+# Numbers with equal hashes are easily made up, and a dict of n of them takes n * n steps.
+_MAX_COLLISIONS = 4096
+
+
 class _Decoder:
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.tensors = tensors
@@ -93,6 +97,8 @@ class _Decoder:
         keys = node[1]
         if list in set(map(type, keys)):
             keys = [decode_key(key) for key in keys]
+            if max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
+                raise ManifestError("tree: the keys of a dict are made to have one hash")
         target.update(zip(keys, values, strict=True))
         if len(target) != len(keys):
             # 1, 1.0 and True differ in the file and are one key in Python.

@@ -94,7 +94,7 @@ def array_leaf(walk: Walk, array: Array, text: str | None, cell: Cell, depth: in
     name, itemsize, _ = info
     source = tuple.__new__(
         LeafSource,
-        (name, shape, nbytes, address, keepalive, "numpy", strides, attrs, None, itemsize, None),
+        (name, shape, nbytes, address, keepalive, "numpy", strides, attrs, None, itemsize, None, None),
     )
     walk.sources.append(source)
     walk.places.append((text, cell))
@@ -146,7 +146,11 @@ def _bytes_leaf(walk: Walk, value: Any, data: bytes | bytearray, kind: str, text
 
 def tensor_handler(tensor_type: TensorType) -> Handler:
     def handler(walk: Walk, value: Any, text: str | None, cell: Cell, depth: int) -> Any:
-        source = tensor_type.describe(value, readable(cell))
+        try:
+            source = tensor_type.describe(value, text or "")
+        except UnsupportedLeafError:
+            # The readable path costs more than the rest of a description: only a refusal pays for it.
+            source = tensor_type.describe(value, readable(cell))
         attrs = tuple(sorted(source.attrs.items())) if source.attrs else None
         identity = source.identity
         if identity is None:
@@ -157,7 +161,11 @@ def tensor_handler(tensor_type: TensorType) -> Handler:
         index = walk.seen.get(key)
         if index is not None:
             return index
-        return walk.add(key, source._replace(keepalive=(value, source.keepalive)), text, cell)
+        if source.fetch is not None:
+            source = source._replace(pin=tensor_type.pin)
+        if source.keepalive is not value:
+            source = source._replace(keepalive=(value, source.keepalive))
+        return walk.add(key, source, text, cell)
 
     return handler
 
