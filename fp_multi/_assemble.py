@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,6 +244,7 @@ def load_values(
     config: LoadConfig,
     builder: TensorBuilder | None,
     into: Mapping[int, int] | None = None,
+    plain: Collection[int] = (),
 ) -> dict[int, Any]:
     """Read the wanted tensors and make their values.
 
@@ -254,6 +255,7 @@ def load_values(
         config: how to read.
         builder: for framework tensors.
         into: addresses of existing memory that takes a tensor's bytes; such tensors get no value.
+        plain: tensors that become NumPy arrays whatever the builder makes.
 
     Raises:
         CorruptCheckpointError: shards are missing or cut, or bytes changed.
@@ -268,4 +270,6 @@ def load_values(
         where.update(into)
     raise_faults(fetch(directory, manifest, where, config), directory)
     with collector_paused():
-        return {i: value(tensors[i], data, builder) for i, data in zip(fresh, buffers, strict=True)}
+        return {
+            i: value(tensors[i], data, None if i in plain else builder) for i, data in zip(fresh, buffers, strict=True)
+        }

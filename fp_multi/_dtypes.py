@@ -69,6 +69,8 @@ _CODE_NAMES: dict[str, str] = {
     "C64": "complex64",
 }
 
+_PLAIN_CODES: dict[str, str] = {name: code for code, name in _CODE_NAMES.items()}
+
 _PREFIX = "numpy:"
 # Only these kinds have a fixed byte layout that NumPy's own string describes; "|O8" and friends do
 # not pass.
@@ -268,6 +270,20 @@ def safetensors_code(name: str) -> str:
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in a shard's header: with an axis of bytes for a type stored as ``U8``."""
     return shape if name in _CODES else (*shape, itemsize(name))
+
+
+def plain_safetensors(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Code and shape of a tensor in a plain safetensors file, which may use the newer codes too.
+
+    Raises:
+        ValueError: safetensors has no code for the type.
+    """
+    if name == "float4_e2m1fn_x2" and shape:
+        return "F4", (*shape[:-1], shape[-1] * 2)
+    code = _PLAIN_CODES.get(name)
+    if code is None:
+        raise ValueError(f"safetensors has no dtype for {name}")
+    return code, shape
 
 
 def from_safetensors(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from fp_multi._format_check import check_manifest
 from fp_multi._header import SHARD_METADATA as SHARD_METADATA
 from fp_multi._header import HeaderEntry as HeaderEntry
 from fp_multi._header import StoredTensor as StoredTensor
+from fp_multi._header import check_metadata as check_metadata
 from fp_multi._header import decode_header as decode_header
 from fp_multi._header import decode_header_metadata as decode_header_metadata
 from fp_multi._header import encode_header as encode_header

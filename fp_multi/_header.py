@@ -12,7 +12,7 @@ import msgspec
 from fp_multi._collector import collector_paused
 from fp_multi._dtypes import CODE_BITS
 from fp_multi._manifest import MAX_AXES, MAX_NBYTES
-from fp_multi._nodes import count_text, shorten
+from fp_multi._nodes import count_text, is_unicode, shorten
 from fp_multi.errors import ConfigError, CorruptCheckpointError
 
 MAX_HEADER_NBYTES = 100_000_000
@@ -56,6 +56,23 @@ class _Entry(msgspec.Struct, gc=False):
 
 class _Saved(msgspec.Struct, gc=False):
     saved_offsets: Sequence[int]
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """A copy of what a user attached, refused before anything is written if it is not strings.
+
+    Raises:
+        ConfigError: a key or value is not a string of valid Unicode.
+    """
+    if metadata is None:
+        return None
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str) and is_unicode(key) and is_unicode(value)):
+            raise ConfigError(
+                f"metadata: expected strings of valid Unicode, found {shorten(key)}: {shorten(value)}; "
+                "put other values into the state"
+            )
+    return dict(metadata)
 
 
 def encode_header(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fp_multi._types import ExtensionType, TensorType
 from fp_multi.errors import ConfigError
@@ -12,11 +13,27 @@ from fp_multi.errors import ConfigError
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 
+
+def _encode_counter(value: Counter[Any]) -> tuple[tuple[Any, int], ...]:
+    return tuple(value.items())
+
+
+def _decode_counter(value: Any) -> Counter[Any]:
+    # dict() first: a Counter counts what it is given.
+    pairs = dict(value)
+    if len(pairs) != len(value):
+        raise ValueError("a key stands twice")
+    return Counter(pairs)
+
+
+# The one value of the standard library: learning-rate schedulers keep one in their state.
+_COUNTER = ExtensionType(_encode_counter, _decode_counter)
+
 # Readers take no lock: a table is replaced as a whole, never changed in place.
 _lock = threading.Lock()
 _tensor_types: dict[type, TensorType] = {}
-_extensions: dict[type, tuple[str, ExtensionType]] = {}
-_extensions_by_name: dict[str, ExtensionType] = {}
+_extensions: dict[type, tuple[str, ExtensionType]] = {Counter: ("collections.Counter", _COUNTER)}
+_extensions_by_name: dict[str, ExtensionType] = {"collections.Counter": _COUNTER}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -95,6 +112,11 @@ def tensor_type_of(type_: type) -> TensorType | None:
         if issubclass(type_, base):
             return found
     return None
+
+
+def has_tensors_of(framework: str) -> bool:
+    """Whether the tensors of a framework, named by its top package, are registered."""
+    return any(type_.__module__.partition(".")[0] == framework for type_ in _tensor_types)
 
 
 def extension_of(type_: type) -> tuple[str, ExtensionType] | None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from fp_multi import _assemble, _commit, _reader, _writer
-from fp_multi._dtypes import from_safetensors, safetensors_code, stored_shape
+from fp_multi._dtypes import from_safetensors, plain_safetensors
 from fp_multi._format import (
     HeaderEntry,
     Tensor,
+    check_metadata,
     decode_header,
     decode_header_metadata,
     encode_header,
@@ -63,26 +64,17 @@ def save_safetensors(
                 str(name),
             )
     sources = [described.sources[index] for index in indices]
+    forms = []
     for name, source in zip(names, sources, strict=True):
-        code = safetensors_code(source.dtype)
-        if code == "U8" and source.dtype != "uint8":
-            raise UnsupportedLeafError(
-                f"{name}: safetensors has no dtype for {source.dtype}; use save(), which keeps it",
-                name,
-            )
+        try:
+            forms.append(plain_safetensors(source.dtype, source.shape))
+        except ValueError as error:
+            raise UnsupportedLeafError(f"{name}: {error}; use save(), which keeps it", name) from error
     layout = lay_out([source.nbytes for source in sources])
     entries = [
-        (
-            names[i],
-            safetensors_code(sources[i].dtype),
-            stored_shape(sources[i].dtype, sources[i].shape),
-            at,
-            at + sources[i].nbytes,
-            (),
-        )
-        for i, at in zip(layout.order, layout.begins, strict=True)
+        (names[i], *forms[i], at, at + sources[i].nbytes, ()) for i, at in zip(layout.order, layout.begins, strict=True)
     ]
-    header = encode_header(entries, metadata, sharding_info=False)
+    header = encode_header(entries, check_metadata(metadata), sharding_info=False)
     planned = time.perf_counter()
     with _commit.FileCommit(path, config, nbytes=len(header) + layout.nbytes) as commit:
         ordered = [sources[i] for i in layout.order]

@@ -88,8 +88,14 @@ def _walk_dict(node: list[Any], target: Any, leaf: _Leaf, cell: Cell) -> Any:
     return OrderedDict(pairs) if isinstance(target, OrderedDict) else dict(pairs)
 
 
-def match(tree: Any, target: Any, tensors: Sequence[Tensor]) -> dict[int, list[Place]]:
+def match(tree: Any, target: Any, tensors: Sequence[Tensor], *, memory: bool) -> dict[int, list[Place]]:
     """Check that a target fits, and find the leaf (or leaves, of tied tensors) for each tensor.
+
+    Args:
+        tree: a checked tree.
+        target: a state.
+        tensors: the manifest's tensors.
+        memory: whether the leaves' memory matters too; without it tensors that have none (meta tensors) will do.
 
     Raises:
         TargetMismatchError: structure, shape or dtype differ; the message names the leaf.
@@ -98,7 +104,7 @@ def match(tree: Any, target: Any, tensors: Sequence[Tensor]) -> dict[int, list[P
 
     def check(node: Any, leaf: Any, cell: Cell) -> None:
         if type(node) is int:
-            source = _check_tensor(tensors[node], leaf, cell)
+            source = _check_tensor(tensors[node], leaf, cell, memory=memory)
             places.setdefault(node, []).append(Place(leaf, readable(cell), source))
         elif _is_tensor(leaf) or isinstance(leaf, (dict, list)):
             _mismatch(cell, "structure", _kind(leaf), "a plain value")
@@ -111,12 +117,14 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic)) or tensor_type_of(type(leaf)) is not None
 
 
-def _check_tensor(tensor: Tensor, leaf: Any, cell: Cell) -> LeafSource | None:
+def _check_tensor(tensor: Tensor, leaf: Any, cell: Cell, *, memory: bool) -> LeafSource | None:
     if tensor.kind in _OPAQUE_KINDS:
         return None
     source = None
     registered = tensor_type_of(type(leaf))
-    if registered is not None:
+    if registered is not None and registered.spec is not None and not memory:
+        dtype, shape = registered.spec(leaf)
+    elif registered is not None:
         source = registered.describe(leaf, readable(cell))
         shape, dtype = source.shape, source.dtype
     elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from fp_multi._dtypes import dtype_info
 from fp_multi._nodes import MAX_DEPTH, Cell, readable
+from fp_multi._registry import has_tensors_of
 from fp_multi._types import Array, LeafSource, TensorType
 from fp_multi.errors import UnsupportedLeafError
 
@@ -201,13 +202,17 @@ def type_name(kind: type) -> str:
 def _way_out(kind: type) -> str:
     if issubclass(kind, np.ndarray):
         return "the subclass would be lost; convert it with np.asarray()"
-    adapter = _ADAPTERS.get(kind.__module__.partition(".")[0])
-    if adapter is not None:
-        return adapter
+    framework = kind.__module__.partition(".")[0]
+    if framework in _ADAPTERS and not has_tensors_of(framework):
+        return _ADAPTERS[framework]
     for base in (np.generic, dict, list, tuple, str, int, float, complex, bytes, bytearray):
         if issubclass(kind, base):
             name = "a plain NumPy scalar" if base is np.generic else f"a plain {base.__name__}"
             return f"the subclass would be lost; convert it to {name}"
     if issubclass(kind, (set, frozenset)):
         return "convert it to a sorted list"
+    if hasattr(kind, "state_dict"):
+        return "save its state_dict()"
+    if hasattr(kind, "get_state"):
+        return "save its get_state()"
     return "convert it to arrays and plain values"

@@ -78,6 +78,8 @@ class TensorType:
     """``describe(tensor, path)``; raises UnsupportedLeafError (with the path) for what it cannot store exactly."""
     pin: Pin | None = None
     """How to page-lock host memory for copies from the tensors' device."""
+    spec: Callable[[Any], tuple[str, tuple[int, ...]]] | None = None
+    """``spec(tensor)``: dtype name and shape, also of tensors that have no memory (meta tensors)."""
     assign: Callable[[Any, Any], None] | None = None
     """``assign(tensor, value)`` copies a loaded tensor into an existing one (``load(..., inplace=True)``)."""
 

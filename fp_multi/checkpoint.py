@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fp_multi import _assemble, _commit, _engine, _target, _writer
 from fp_multi._collector import collector_paused
 from fp_multi._dtypes import safetensors_code, stored_shape
@@ -21,6 +23,7 @@ from fp_multi._format import (
     Shard,
     Tensor,
     Totals,
+    check_metadata,
     decode_manifest,
     encode_header,
     encode_manifest,
@@ -69,6 +72,7 @@ def save(
 
     Raises:
         UnsupportedLeafError: a leaf cannot be stored; nothing has been written.
+        ConfigError: the metadata is not strings; nothing has been written.
         CheckpointExistsError: the path exists.
         NoSpaceError: the file system has not the room; nothing has been written.
         StorageError: the operating system refused an operation; the path is untouched.
@@ -81,6 +85,7 @@ def save(
     """
     begin = time.perf_counter()
     file = shard_name(0, 1)
+    attached = check_metadata(metadata) or {}
     with collector_paused():
         described = describe(state, allow_pickle=allow_pickle)
         layout = lay_out([source.nbytes for source in described.sources])
@@ -106,7 +111,7 @@ def save(
             shards=[shard],
             tensors=tensors,
             tree=described.tree,
-            metadata=dict(metadata or {}),
+            metadata=attached,
             totals=Totals(len(tensors), layout.nbytes, receipt.nbytes),
         )
         manifest_receipt = commit.publish(encode_manifest(manifest, _engine.crc32c))
@@ -263,12 +268,13 @@ def load(
         values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder)
         return decode(tree, [values.get(i) for i in range(len(manifest.tensors))])
 
-    places = _target.match(tree, target, manifest.tensors)
+    places = _target.match(tree, target, manifest.tensors, memory=inplace)
     into: dict[int, int] = {}
     if inplace:
         addresses = ((i, _target.memory(found)) for i, found in places.items())
         into = {i: address for i, address in addresses if address is not None}
-    values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, into)
+    plain = {i for i, found in places.items() if isinstance(found[0].leaf, np.ndarray)}
+    values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, into, plain)
     if inplace:
         for i, found in places.items():
             if i not in into:

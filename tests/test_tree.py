@@ -518,7 +518,6 @@ class Unpicklable:
 REFUSED = [
     (MyDict(a=1), "plain dict"),
     (defaultdict(list), "plain dict"),
-    (Counter("a"), "plain dict"),
     (MyFloat(1), "plain float"),
     (Level.LOW, "plain int"),
     (Color.RED, "arrays and plain values"),
@@ -567,10 +566,17 @@ def test_readable_paths():
     assert caught.value.path == "m.__dict__['_metadata'].x"
 
 
+def test_a_counter_keeps_its_type():
+    described = describe({"milestones": Counter({3: 2, 7: 1})})
+    back = decode(described.tree, described.sources)
+    assert type(back["milestones"]) is Counter
+    assert back == {"milestones": Counter({3: 2, 7: 1})}
+
+
 def test_the_adapter_to_import_is_named():
-    torch_like = type("Tensor", (), {"__module__": "torch"})()
-    with pytest.raises(UnsupportedLeafError, match=r"import fp_multi\.adapters\.torch"):
-        describe([torch_like])
+    jax_like = type("Array", (), {"__module__": "jaxlib._jax"})()
+    with pytest.raises(UnsupportedLeafError, match=r"import fp_multi\.adapters\.orbax"):
+        describe([jax_like])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""PyTorch: save and load what trainers give to ``torch.save``, and plain .safetensors files.
+
+Importing this package teaches :func:`fp_multi.save` torch's tensors and its plain values (``torch.Size``,
+``torch.dtype``, ``torch.device``, ``torch.layout``, ``torch.memory_format``), so the core's own functions take them
+too.
+
+Example:
+    >>> import torch
+    >>> from fp_multi.adapters.torch import load, save
+    >>> model = torch.nn.Linear(4, 2)
+    >>> report = save({"model": model.state_dict(), "step": 3}, path)  # doctest: +SKIP
+    >>> state = load(path, map_location="cpu")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp_multi import TensorType, register_tensor_type
+
+from ._builder import assign
+from ._describe import describe, spec
+from ._device import pin
+from ._extensions import register_extensions
+from ._safetensors import load_file as load_file
+from ._safetensors import save_file as save_file
+from .state_dict import load as load
+from .state_dict import save as save
+
+__all__ = ["save", "load", "save_file", "load_file"]
+
+# One registration covers every subclass; describe() refuses those that it cannot store exactly.
+register_tensor_type(torch.Tensor, TensorType(describe=describe, pin=pin, spec=spec, assign=assign))
+register_extensions()
