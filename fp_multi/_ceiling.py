@@ -34,8 +34,8 @@ def measure_ceiling(
     *,
     read: bool = False,
     reuse: bool = False,
-    block_bytes: Sequence[int] = (MIB, 4 * MIB, 8 * MIB),
-    queue_depth: Sequence[int] = (4, 8),
+    block_bytes: Sequence[int] = (MIB, 2 * MIB, 4 * MIB, 8 * MIB),
+    queue_depth: Sequence[int] = (4, 8, 16),
     config: IOConfig | None = None,
 ) -> list[CeilingResult]:
     """Measure raw rates of a directory's drive: huge-page buffers, preallocated file, until durable.
@@ -117,6 +117,10 @@ def _read(path: str, nbytes: int, options: _engines.Options) -> _engine.Stats:
 
 def capabilities(directory: str | os.PathLike[str], config: IOConfig | None = None) -> dict[str, object]:
     """What I/O works in a directory, found out by doing it: a small file is written and removed.
+
+    Args:
+        directory: the directory.
+        config: the capabilities to try; default those of a save.
 
     Returns:
         ``engine``, ``direct``, ``reasons`` (why something is not used), ``crc32c`` (implementation), ``alignment``

@@ -12,7 +12,7 @@ import fp_multi as fp
 from fp_multi._cli_bench import bench as run_bench
 from fp_multi._cli_convert import convert as run_convert
 from fp_multi._cli_inspect import as_json, as_tree
-from fp_multi._cli_text import count, err, out, progress_bar, rate, say, shown, size
+from fp_multi._cli_text import count, err, leave_broken_pipe, out, progress_bar, rate, say, shown, size
 from fp_multi.errors import (
     CorruptCheckpointError,
     FormatVersionError,
@@ -32,6 +32,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            leave_broken_pipe()
         except (FpMultiError, OSError, MemoryError) as error:
             faults = error.faults if isinstance(error, CorruptCheckpointError) else (error,)
             for fault in faults:
@@ -83,7 +85,10 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds: its tree, with shapes, dtypes and bytes. Reads no tensor data."""
-    say(out(), as_json(path) if json else as_tree(path))
+    if json:
+        typer.echo(as_json(path))
+    else:
+        say(out(), as_tree(path))
 
 
 @app.command(epilog=EXIT_CODES)
@@ -138,7 +143,6 @@ def convert(
 ) -> None:
     """Convert a PyTorch or safetensors file to a checkpoint directory, or a directory to such a file.
 
-    PyTorch files are read with weights_only=True: no code in them is run. A safetensors file holds tensors only; what else
-    a checkpoint holds is left out, and named.
+    No code in a PyTorch file is run. A safetensors file gets the tensors only; the rest is named.
     """
     run_convert(source, target, overwrite=overwrite)

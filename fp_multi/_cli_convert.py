@@ -50,11 +50,8 @@ def convert(source: Path, target: Path, *, overwrite: bool) -> None:
         raise CheckpointNotFoundError(f"{source}: there is nothing here")
     if os.path.lexists(target) and not overwrite:
         raise CheckpointExistsError(f"{target} exists; --overwrite replaces it")
-    if source.is_dir():
-        nbytes = _from_checkpoint(source, target)
-    else:
-        nbytes = _to_checkpoint(source, target, overwrite)
-    say(out(), f"{shown(str(source))} -> {shown(str(target))}: {nbytes}")
+    done = _from_checkpoint(source, target) if source.is_dir() else _to_checkpoint(source, target, overwrite)
+    say(out(), f"{shown(str(source))} -> {shown(str(target))}: {done}")
 
 
 def _from_checkpoint(source: Path, target: Path) -> str:

@@ -6,25 +6,36 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 _SIGPIPE_EXIT = 128 + 13
+_UNLIMITED = 1 << 20
+
+
+def leave_broken_pipe() -> NoReturn:
+    """Exit silently, with the code a shell shows for SIGPIPE: 1 would say that the checkpoint is corrupt.
+
+    Raises:
+        SystemExit: always.
+    """
+    # What is still buffered goes nowhere; flushing it at exit would raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(_SIGPIPE_EXIT)
 
 
 class _PipeConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leave silently, with the code a shell shows for SIGPIPE: 1 would say that the checkpoint is corrupt."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(_SIGPIPE_EXIT)
+        leave_broken_pipe()
 
 
 def out() -> Console:
-    """Standard output, looked up anew each time (tests and pagers replace it)."""
-    return _PipeConsole(highlight=False, markup=False)
+    """Standard output, looked up anew each time (tests replace it). Where no terminal has a width, nothing is cut."""
+    width = None if sys.stdout.isatty() else _UNLIMITED
+    return _PipeConsole(highlight=False, markup=False, width=width)
 
 
 def err() -> Console:
@@ -33,8 +44,8 @@ def err() -> Console:
 
 
 def say(console: Console, text: Any) -> None:
-    """Print one line, or one renderable, as it is: lines of a pipe are never wrapped."""
-    console.print(text, soft_wrap=True)
+    """Print a line as it is, without breaking it, or a renderable in the width of the terminal."""
+    console.print(text, soft_wrap=isinstance(text, str))
 
 
 def shown(text: str) -> str:

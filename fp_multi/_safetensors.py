@@ -42,6 +42,9 @@ def save_safetensors(
         metadata: strings for the header.
         config: how to write.
 
+    Returns:
+        What was written, how, and how long it took.
+
     Raises:
         UnsupportedLeafError: a value is no tensor, or its dtype is not one of safetensors'.
         NoSpaceError: the file system has not the room; nothing has been written.
@@ -114,12 +117,20 @@ def read_safetensors_header(
 ) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The tensors and the metadata of any safetensors file, without reading data.
 
+    Args:
+        path: the file.
+
     Returns:
         Name to (dtype code, shape, begin, end), and the metadata.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: the header is damaged or impossible.
+
+    Example:
+        >>> import fp_multi as fp
+        >>> fp.read_safetensors_header("weights.safetensors")[0]["w"].shape
+        (2, 2)
     """
     file = os.fspath(path)
     head, size = _read_head(file)
@@ -143,10 +154,18 @@ def load_safetensors(
         config: how to read.
         tensor_builder: makes a framework's tensors; without it NumPy arrays.
 
+    Returns:
+        Name to tensor, in the order of the header or of ``names``.
+
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: the header is damaged or impossible.
         KeyNotFoundError: a name is not in the file.
+
+    Example:
+        >>> import fp_multi as fp
+        >>> list(fp.load_safetensors("weights.safetensors", names=["w"]))
+        ['w']
     """
     file = os.fspath(path)
     head, size = _read_head(file)

@@ -205,6 +205,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[str, Manifest]:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """What a checkpoint contains, without reading any tensor.
 
+    Args:
+        path: the checkpoint directory.
+
+    Returns:
+        Shards, tensors with their pieces, tree, metadata and totals (docs/format.md section 3).
+
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         ManifestError: the manifest is damaged, impossible, or of a newer version (FormatVersionError).
