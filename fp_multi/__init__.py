@@ -2,41 +2,98 @@
 
 ``save`` and ``load`` take any nesting of arrays and plain values; adapters for frameworks are in
 ``fp_multi.adapters``. The format is docs/format.md: every shard is a valid safetensors file.
+
+Importing the package is cheap: what does the work is imported when its name is first used.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fp_multi import errors as errors
-from fp_multi._ceiling import CeilingResult as CeilingResult
-from fp_multi._ceiling import capabilities as capabilities
-from fp_multi._ceiling import measure_ceiling as measure_ceiling
-from fp_multi._dtypes import numpy_dtype as numpy_dtype
-from fp_multi._registry import register_extension_type as register_extension_type
-from fp_multi._registry import register_tensor_type as register_tensor_type
-from fp_multi._safetensors import load_safetensors as load_safetensors
-from fp_multi._safetensors import read_safetensors_header as read_safetensors_header
-from fp_multi._safetensors import save_safetensors as save_safetensors
-from fp_multi._types import ExtensionType as ExtensionType
-from fp_multi._types import HostTensor as HostTensor
-from fp_multi._types import LeafSource as LeafSource
-from fp_multi._types import SaveReport as SaveReport
-from fp_multi._types import TensorBuilder as TensorBuilder
-from fp_multi._types import TensorType as TensorType
-from fp_multi._types import VerifyReport as VerifyReport
-from fp_multi._verify import verify as verify
 from fp_multi._version import VERSION
-from fp_multi.checkpoint import load as load
-from fp_multi.checkpoint import read_manifest as read_manifest
-from fp_multi.checkpoint import save as save
-from fp_multi.config import LoadConfig as LoadConfig
-from fp_multi.config import SaveConfig as SaveConfig
 from fp_multi.errors import FpMultiError as FpMultiError
 
+if TYPE_CHECKING:
+    from fp_multi._ceiling import CeilingResult as CeilingResult
+    from fp_multi._ceiling import capabilities as capabilities
+    from fp_multi._ceiling import measure_ceiling as measure_ceiling
+    from fp_multi._dtypes import numpy_dtype as numpy_dtype
+    from fp_multi._pending import OverlapReport as OverlapReport
+    from fp_multi._pending import PendingSave as PendingSave
+    from fp_multi._registry import register_extension_type as register_extension_type
+    from fp_multi._registry import register_tensor_type as register_tensor_type
+    from fp_multi._safetensors import load_safetensors as load_safetensors
+    from fp_multi._safetensors import read_safetensors_header as read_safetensors_header
+    from fp_multi._safetensors import save_safetensors as save_safetensors
+    from fp_multi._types import ExtensionType as ExtensionType
+    from fp_multi._types import HostTensor as HostTensor
+    from fp_multi._types import LeafSource as LeafSource
+    from fp_multi._types import SaveReport as SaveReport
+    from fp_multi._types import TensorBuilder as TensorBuilder
+    from fp_multi._types import TensorType as TensorType
+    from fp_multi._types import VerifyReport as VerifyReport
+    from fp_multi._verify import verify as verify
+    from fp_multi.checkpoint import load as load
+    from fp_multi.checkpoint import read_manifest as read_manifest
+    from fp_multi.checkpoint import save as save
+    from fp_multi.checkpointer import Checkpointer as Checkpointer
+    from fp_multi.config import LoadConfig as LoadConfig
+    from fp_multi.config import SaveConfig as SaveConfig
+
 __version__ = VERSION
+
+# Where each public name lives; the imports above say the same to type checkers.
+_HOMES = {
+    "_ceiling": (
+        "CeilingResult",
+        "capabilities",
+        "measure_ceiling",
+    ),
+    "_dtypes": ("numpy_dtype",),
+    "_pending": (
+        "OverlapReport",
+        "PendingSave",
+    ),
+    "_registry": (
+        "register_extension_type",
+        "register_tensor_type",
+    ),
+    "_safetensors": (
+        "load_safetensors",
+        "read_safetensors_header",
+        "save_safetensors",
+    ),
+    "_types": (
+        "ExtensionType",
+        "HostTensor",
+        "LeafSource",
+        "SaveReport",
+        "TensorBuilder",
+        "TensorType",
+        "VerifyReport",
+    ),
+    "_verify": ("verify",),
+    "checkpoint": (
+        "load",
+        "read_manifest",
+        "save",
+    ),
+    "checkpointer": ("Checkpointer",),
+    "config": (
+        "LoadConfig",
+        "SaveConfig",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "save",
     "load",
+    "Checkpointer",
+    "PendingSave",
+    "OverlapReport",
     "verify",
     "read_manifest",
     "save_safetensors",
@@ -61,3 +118,15 @@ __all__ = [
     "CeilingResult",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,6 +15,7 @@ class Stats(TypedDict, total=False):
     requests: int
     resumed: int
     buffered_nbytes: int
+    copied_nbytes: int
 
 class _Job:
     @property
@@ -33,6 +34,7 @@ class WriteJob(_Job):
     @property
     def staged_nbytes(self) -> int: ...
     def wait_staged(self, nbytes: int, timeout_s: float = -1.0) -> bool: ...
+    def fence(self, spill_nbytes: int) -> None: ...
     def set_ready_nbytes(self, nbytes: int) -> None: ...
 
 class ReadJob(_Job): ...
@@ -58,6 +60,7 @@ class Engine:
         reuse: bool = False,
         durable: bool = True,
         ready_nbytes: int = ...,
+        keepalive: object = None,
     ) -> WriteJob: ...
     def submit_read(
         self,
@@ -72,6 +75,7 @@ class Engine:
         io_uring: str,
         direct: str,
         dontcache: str,
+        keepalive: object = None,
     ) -> ReadJob: ...
 
 def allocate(nbytes: int) -> npt.NDArray[np.uint8]: ...

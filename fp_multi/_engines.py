@@ -22,12 +22,12 @@ _CPUS_A_COPY_THREAD = 8
 _TICK_S = 0.1
 
 _lock = threading.Lock()
-_engines: dict[tuple[int, Role], _engine.Engine] = {}
+_engines: dict[tuple[int, Role, int], _engine.Engine] = {}
 
 
-def engine(role: Role) -> _engine.Engine:
-    """This process's engine for a role."""
-    key = (os.getpid(), role)
+def engine(role: Role, slot: int = 0) -> _engine.Engine:
+    """This process's engine for a role; one engine runs one job after another, so parallel jobs take slots."""
+    key = (os.getpid(), role, slot)
     found = _engines.get(key)
     if found is None or not found.usable:
         with _lock:
@@ -39,7 +39,7 @@ def engine(role: Role) -> _engine.Engine:
 
 def _close_all() -> None:
     # Before the interpreter frees the arrays that a running job reads from.
-    for (pid, _), one in list(_engines.items()):
+    for (pid, _, _), one in list(_engines.items()):
         if pid == os.getpid():
             one.close()
 

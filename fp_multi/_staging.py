@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,10 +22,12 @@ from fp_multi._layout import align_up
 from fp_multi._types import LeafSource
 
 _SLICES_A_BLOCK = 2
+_SLOT_ALIGNMENT = 64
 _RING_BLOCKS = 4
 # A block that the engine waits for needs all its slices at once, a slice before it that reaches into it and one
-# behind; and a
-# slice is not split at the ring's end. Two blocks and a half would do.
+# behind; and a slice is not split at the ring's end. Aligned slots take at most twice their bytes when slices are
+# tiny (see _assign_slots). So three blocks and a half would do; with less the engine and feed() could wait for each
+# other for ever.
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class Extents:
     layouts: list[tuple[int, list[int], list[int]]]
     keepalive: list[object]
     slices: list[_Slice] = field(default_factory=list)
+    pins: ExitStack = field(default_factory=ExitStack)
+    """Undoes the page locks of the ring, after the engine is done with it."""
 
     @property
     def ready_nbytes(self) -> int:
@@ -92,12 +97,12 @@ def extents(header: bytes, sources: Sequence[LeafSource], block_bytes: int) -> E
         ring = _engine.allocate(_RING_BLOCKS * block_bytes)
         _assign_slots(slices, _RING_BLOCKS * block_bytes, _engine_address(ring))
         keepalive.append(ring)
-        keepalive.extend(_pins(slices, ring))
         device = iter(slices)
         for i, source_nbytes in enumerate(nbytes):
             if address[i] == 0 and source_nbytes and layout[i] == 0:
                 table[i, 0] = next(device).slot
-    return Extents(table, layouts, keepalive, slices)
+        return Extents(table, layouts, keepalive, slices, _pin(slices, ring))
+    return Extents(table, layouts, keepalive)
 
 
 def _engine_address(array: npt.NDArray[np.uint8]) -> int:
@@ -112,35 +117,27 @@ def _cut(source: LeafSource, file_begin: int, slice_nbytes: int) -> list[_Slice]
 
 
 def _assign_slots(slices: list[_Slice], ring_nbytes: int, base: int) -> None:
-    occupied: deque[tuple[int, int, int]] = deque()  # slot begin, slot end, end in the file
-    at = 0
+    occupied: deque[tuple[int, int]] = deque()  # begin in the ring, end in the file; the oldest first
+    free = 0  # behind the newest; the oldest of the last lap are ahead
     for cut in slices:
-        size = align_up(cut.nbytes, 64)
-        if at + size > ring_nbytes:
-            while occupied and occupied[0][0] >= at:  # left over at the ring's end by the last lap
-                cut.after = occupied.popleft()[2]
-            at = 0
-        while occupied and occupied[0][0] < at + size and occupied[0][1] > at:
-            cut.after = occupied.popleft()[2]
+        # Neither tiny slices in large slots nor large ones askew: the gap in front is shorter than the slice.
+        at = align_up(free, min(_SLOT_ALIGNMENT, 1 << cut.nbytes.bit_length() - 1))
+        if at + cut.nbytes > ring_nbytes:
+            while occupied and occupied[0][0] >= free:
+                cut.after = occupied.popleft()[1]
+            at = free = 0
+        while occupied and free <= occupied[0][0] < at + cut.nbytes:
+            cut.after = occupied.popleft()[1]
         cut.slot = base + at
-        occupied.append((at, at + size, cut.file_begin + cut.nbytes))
-        at += size
+        occupied.append((at, cut.file_begin + cut.nbytes))
+        free = at + cut.nbytes
 
 
-class _Pinned:
-    """Undoes a page lock when the last reference goes, after the engine is done with the ring."""
-
-    def __init__(self, undo: Callable[[], None], ring: object) -> None:
-        self.undo = undo
-        self.ring = ring
-
-    def release(self) -> None:
-        self.undo()
-
-
-def _pins(slices: list[_Slice], ring: npt.NDArray[np.uint8]) -> list[_Pinned]:
-    functions = {cut.source.pin for cut in slices if cut.source.pin is not None}
-    return [_Pinned(pin(_engine_address(ring), ring.nbytes), ring) for pin in functions]
+def _pin(slices: list[_Slice], ring: npt.NDArray[np.uint8]) -> ExitStack:
+    with ExitStack() as undo:
+        for pin in {cut.source.pin: None for cut in slices if cut.source.pin is not None}:
+            undo.callback(pin(_engine_address(ring), ring.nbytes))
+        return undo.pop_all()
 
 
 def feed(job: _engine.WriteJob, parts: Extents) -> None:
@@ -148,8 +145,17 @@ def feed(job: _engine.WriteJob, parts: Extents) -> None:
 
     Returns early if the job ends by an error; :func:`fp_multi._engines.wait` then tells which.
     """
-    slices = parts.slices
     waiting: deque[tuple[Callable[[], None], int]] = deque()
+    try:
+        _feed(job, parts.slices, waiting)
+    finally:
+        # Copies under way end before their memory goes, whatever else happens.
+        for finish, _ in waiting:
+            with suppress(Exception):
+                finish()
+
+
+def _feed(job: _engine.WriteJob, slices: list[_Slice], waiting: deque[tuple[Callable[[], None], int]]) -> None:
     for i, cut in enumerate(slices):
         while cut.after and job.staged_nbytes < cut.after and not job.done:
             # The engine may need slices whose copies are under way before it can free this slot.
@@ -170,13 +176,12 @@ def feed(job: _engine.WriteJob, parts: Extents) -> None:
 
 
 def _arrive(job: _engine.WriteJob, waiting: deque[tuple[Callable[[], None], int]]) -> None:
-    finish, ready = waiting.popleft()
+    finish, ready = waiting[0]
     finish()
+    waiting.popleft()
     job.set_ready_nbytes(ready)
 
 
 def release(parts: Extents) -> None:
     """Undo page locks; the job must be done."""
-    for kept in parts.keepalive:
-        if isinstance(kept, _Pinned):
-            kept.release()
+    parts.pins.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -173,6 +172,8 @@ def _tensors(tree: Any) -> set[int]:
 def _not_found(tree: Any, path: str | Path) -> str:
     text = path if isinstance(path, str) else ".".join(map(str, path))
     known = list(dict.fromkeys(itertools.islice(_texts(tree), _CANDIDATES)))
+    import difflib  # for a message only, and dear to import
+
     close = difflib.get_close_matches(text, known, n=3)
     if close:
         way_out = f"similar: {', '.join(map(repr, close))}"

@@ -136,6 +136,8 @@ class SaveReport:
     fsync_s: float
     commit_s: float
     elapsed_s: float
+    begin_s: float = 0.0
+    """When the save was asked for, on the clock of ``time.perf_counter()``."""
     shards: tuple[ShardReceipt, ...] = field(default=())
 
     @property

@@ -65,6 +65,7 @@ def start_write(
     config: SaveConfig,
     *,
     reuse: bool = False,
+    slot: int = 0,
 ) -> PendingWrite:
     """Start writing a file made of a header and tensors.
 
@@ -75,6 +76,7 @@ def start_write(
         config: how to write.
         reuse: overwrite an existing file in place and cut it to length: its blocks are allocated already, which is the
             fastest way to write there is. The old content is lost from the first moment.
+        slot: files in different slots are written at the same time, each by an engine of its own.
     """
     parts = _staging.extents(header, sources, config.block_bytes)
     chunks = [len(header)] if header else []
@@ -84,7 +86,7 @@ def start_write(
             chunks.append(nbytes)
         elif nbytes:
             chunks.extend(chunk_sizes(nbytes, config.chunk_bytes))
-    job = _engines.engine("write").submit_write(
+    job = _engines.engine("write", slot).submit_write(
         path,
         parts.table,
         np.array(chunks, np.uint64),

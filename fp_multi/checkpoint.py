@@ -9,39 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fp_multi import _assemble, _commit, _engine, _target, _writer
-from fp_multi._collector import collector_paused
-from fp_multi._dtypes import safetensors_code, stored_shape
-from fp_multi._format import (
-    FORMAT,
-    MAX_AXES,
-    MAX_MANIFEST_NBYTES,
-    SHARD_METADATA,
-    VERSION,
-    Manifest,
-    Piece,
-    Shard,
-    Tensor,
-    Totals,
-    check_metadata,
-    decode_manifest,
-    encode_header,
-    encode_manifest,
-)
-from fp_multi._layout import DataLayout, chunk_count, lay_out
+from fp_multi import _assemble, _commit, _engine, _target
+from fp_multi._format import MAX_MANIFEST_NBYTES, Manifest, check_metadata, decode_manifest
+from fp_multi._save import Saving
 from fp_multi._tree import decode, describe, select
-from fp_multi._types import Described, SaveReport, Selection, TensorBuilder
-from fp_multi._version import WRITER
+from fp_multi._types import SaveReport, Selection, TensorBuilder
 from fp_multi.config import LoadConfig, SaveConfig
 from fp_multi.errors import CheckpointNotFoundError, ManifestError
-
-_MANIFEST_NBYTES_A_TENSOR = 256
-"""For the question whether there is room: a guess, the real size is known after the write."""
-
-
-def shard_name(index: int, count: int) -> str:
-    """File name of a shard."""
-    return f"shard-{index:05d}-of-{count:05d}.safetensors"
 
 
 def save(
@@ -84,94 +58,9 @@ def save(
         7
     """
     begin = time.perf_counter()
-    file = shard_name(0, 1)
     attached = check_metadata(metadata) or {}
-    with collector_paused():
-        described = describe(state, allow_pickle=allow_pickle)
-        layout = lay_out([source.nbytes for source in described.sources])
-        header = encode_shard_header(described, layout)
-    needed = len(header) + layout.nbytes + _MANIFEST_NBYTES_A_TENSOR * len(described.sources)
-    with _commit.DirectoryCommit(path, config, overwrite=overwrite, nbytes=needed) as commit:
-        sources = [described.sources[i] for i in layout.order]
-        with collector_paused():
-            pending = _writer.start_write(os.path.join(commit.path, file), header, sources, config)
-            planned = time.perf_counter()
-            # Beside the write: the manifest without its checksums.
-            tensors = _describe_tensors(described, layout, len(header))
-        receipt, crcs = pending.finish()
-        written = time.perf_counter()
-        with collector_paused():
-            _fill_checksums(tensors, layout, crcs, config.chunk_bytes)
-        shard = Shard(file, receipt.nbytes, len(header), crcs[0])
-        manifest = Manifest(
-            format=FORMAT,
-            version=VERSION,
-            writer=WRITER,
-            chunk_nbytes=config.chunk_bytes,
-            shards=[shard],
-            tensors=tensors,
-            tree=described.tree,
-            metadata=attached,
-            totals=Totals(len(tensors), layout.nbytes, receipt.nbytes),
-        )
-        manifest_receipt = commit.publish(encode_manifest(manifest, _engine.crc32c))
-    end = time.perf_counter()
-    return SaveReport(
-        path=commit.target,
-        tensors=len(tensors),
-        tensor_nbytes=layout.nbytes,
-        file_nbytes=receipt.nbytes + manifest_receipt.nbytes,
-        engine=receipt.engine,
-        direct=receipt.direct,
-        reasons=receipt.reasons,
-        plan_s=planned - begin,
-        write_s=receipt.open_s + receipt.write_s,
-        fsync_s=receipt.fsync_s,
-        commit_s=end - written,
-        elapsed_s=end - begin,
-        shards=(receipt,),
-    )
-
-
-def encode_shard_header(described: Described, layout: DataLayout) -> bytes:
-    """The safetensors header of a shard that holds whole tensors."""
-    entries = []
-    codes: dict[str, str] = {}
-    corners = [(0,) * axes for axes in range(MAX_AXES + 2)]
-    names, sources = described.names, described.sources
-    for i, at in zip(layout.order, layout.begins, strict=True):
-        source = sources[i]
-        dtype = source.dtype
-        code = codes.get(dtype)
-        if code is None:
-            code = codes[dtype] = safetensors_code(dtype)
-        shape = stored_shape(dtype, source.shape)
-        entries.append((names[i], code, shape, at, at + source.nbytes, corners[len(shape)]))
-    return encode_header(entries, SHARD_METADATA)
-
-
-def _describe_tensors(described: Described, layout: DataLayout, data_begin: int) -> list[Tensor]:
-    begins = dict(zip(layout.order, layout.begins, strict=True))
-    return [
-        Tensor(
-            name,
-            source.dtype,
-            list(source.shape),
-            [Piece(data_begin + begins[i], source.nbytes, [])],
-            source.kind,
-            dict(source.attrs) if source.attrs else {},
-        )
-        for i, (name, source) in enumerate(zip(described.names, described.sources, strict=True))
-    ]
-
-
-def _fill_checksums(tensors: list[Tensor], layout: DataLayout, crcs: list[int], chunk_nbytes: int) -> None:
-    at = 1  # the header's comes first
-    for i in layout.order:
-        piece = tensors[i].pieces[0]
-        count = chunk_count(piece.nbytes, chunk_nbytes)
-        piece.crc32c = crcs[at : at + count]
-        at += count
+    described = describe(state, allow_pickle=allow_pickle)
+    return Saving(described, path, config, overwrite=overwrite, metadata=attached, begin_s=begin).finish()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> tuple[str, Manifest]:

@@ -27,7 +27,7 @@ LEVELS = (
     # nothing of ours
     {"errors", "_engine", "_collector", "_version"},
     # the vocabulary
-    {"config", "_types"},
+    {"config", "_types", "_hidden"},
     # pure facts: dtypes, nodes, the manifest's members, layout; and what adapters registered
     {"_dtypes", "_nodes", "_manifest", "_layout", "_registry", "_engines"},
     # format and tree, in parts
@@ -38,10 +38,14 @@ LEVELS = (
     {"_staging", "_reader"},
     {"_writer", "_assemble", "_target"},
     {"_commit"},
+    {"_recycle"},
+    {"_save"},
+    {"_eager", "_pending", "_steps", "_trace"},
+    {"_stats"},
     {"_ceiling"},
     # the stories
     {"checkpoint", "_safetensors"},
-    {"_verify"},
+    {"_verify", "checkpointer"},
     {"__init__"},
     {"_cli_text"},
     {"_cli_bench", "_cli_convert", "_cli_inspect"},
@@ -52,7 +56,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "orbax", "tensorstore", "lightni
 COMMAND_LINE = {"typer", "rich"}
 
 PUBLIC = {
-    *("save", "load", "verify", "read_manifest"),
+    *("save", "load", "verify", "read_manifest", "Checkpointer", "PendingSave", "OverlapReport"),
     *("save_safetensors", "load_safetensors", "read_safetensors_header"),
     *("SaveConfig", "LoadConfig", "SaveReport", "VerifyReport"),
     *("errors", "FpMultiError"),

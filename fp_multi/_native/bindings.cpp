@@ -25,22 +25,72 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+// A path as Python has it, any bytes included: not always valid UTF-8.
+struct FsPath {
+  std::string text;
+};
+
+template <>
+struct nanobind::detail::type_caster<FsPath> {
+  NB_TYPE_CASTER(FsPath, const_name("str"))
+  bool from_python(handle src, uint8_t, cleanup_list*) noexcept {
+    PyObject* bytes = nullptr;
+    if (!PyUnicode_FSConverter(src.ptr(), &bytes)) {
+      PyErr_Clear();
+      return false;
+    }
+    value.text.assign(PyBytes_AsString(bytes), static_cast<size_t>(PyBytes_Size(bytes)));
+    Py_DECREF(bytes);
+    return true;
+  }
+};
+
 namespace {
 
 template <size_t Ndim>
 using U64 = nb::ndarray<const uint64_t, nb::ndim<Ndim>, nb::c_contig, nb::device::cpu>;
-using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-// A job as Python holds it. A forked child leaks it: destroying a condition variable that a thread
-// of the parent was waiting on would hang.
+// Without the GIL. If the interpreter goes down meanwhile (a daemon thread at exit), Python up to 3.13
+// ends the thread inside PyEval_RestoreThread by unwinding its stack, and the C++ frames on it would
+// turn that into an abort of the process: the thread is stopped here instead, as later Pythons do.
+struct GilReleased {
+  PyThreadState* state = PyEval_SaveThread();
+  GilReleased() = default;
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+  ~GilReleased() {
+    try {
+      PyEval_RestoreThread(state);
+    } catch (...) {
+      for (;;) ::pause();
+    }
+  }
+};
+using NoGil = nb::call_guard<GilReleased>;
+
+// A job as Python holds it, with the owner of the memory that the job uses. When an exception drops it
+// unfinished, the memory stays until the engine has let go of it.
 template <typename T>
 struct Handle {
+  nb::object keepalive;
   std::shared_ptr<T> job;
   int pid = ::getpid();
-  explicit Handle(std::shared_ptr<T> j) : job(std::move(j)) {}
+  Handle(std::shared_ptr<T> j, nb::object k) : keepalive(std::move(k)), job(std::move(j)) {}
   Handle(Handle&&) = default;
   ~Handle() {
-    if (::getpid() != pid) new std::shared_ptr<T>(std::move(job));
+    if (!job) return;
+    if (::getpid() != pid) {
+      // A forked child leaks the job: destroying a condition variable that a thread of the parent was
+      // waiting on would hang.
+      new std::shared_ptr<T>(std::move(job));
+      return;
+    }
+    if (!job->done()) {
+      job->cancel();
+      const GilReleased released;
+      job->wait(-1);
+    }
+    if (job->abandoned) keepalive.release();
   }
   T* operator->() const { return job.get(); }
 };
@@ -72,11 +122,11 @@ char* address(T value) {
   return reinterpret_cast<char*>(static_cast<uintptr_t>(value));
 }
 
-Write submit_write(fp::Engine& engine, const std::string& path, U64<2> extents, U64<1> chunk_nbytes,
+Write submit_write(fp::Engine& engine, const FsPath& path, U64<2> extents, U64<1> chunk_nbytes,
                    const std::vector<std::tuple<uint64_t, std::vector<uint64_t>, std::vector<int64_t>>>& layouts,
                    uint64_t block_bytes, unsigned queue_depth, unsigned copy_threads, const std::string& io_uring,
                    const std::string& direct, const std::string& dontcache, bool reuse, bool durable,
-                   uint64_t ready_nbytes) {
+                   uint64_t ready_nbytes, nb::object keepalive) {
   fp::WriteOptions options;
   set_options(options, block_bytes, queue_depth, copy_threads, io_uring, direct, dontcache);
   options.reuse = reuse;
@@ -100,16 +150,15 @@ Write submit_write(fp::Engine& engine, const std::string& path, U64<2> extents, 
   if (total != covered) throw std::invalid_argument("chunks must cover the extents exactly");
   auto source =
       std::make_unique<fp::Source>(std::move(list), chunk_nbytes.data(), chunk_nbytes.shape(0), std::move(strides));
-  auto job = std::make_shared<fp::WriteJob>(path, std::move(source), options);
+  auto job = std::make_shared<fp::WriteJob>(path.text, std::move(source), options);
   if (ready_nbytes < total) job->set_ready_nbytes(ready_nbytes);
-  nb::gil_scoped_release release;
   if (!engine.submit(job)) throw std::runtime_error("the engine is closed");
-  return Write(job);
+  return Write(std::move(job), std::move(keepalive));
 }
 
-Read submit_read(fp::Engine& engine, const std::string& path, U64<2> ops, U64<2> segments, U64<2> chunks,
+Read submit_read(fp::Engine& engine, const FsPath& path, U64<2> ops, U64<2> segments, U64<2> chunks,
                  uint64_t block_bytes, unsigned queue_depth, unsigned copy_threads, const std::string& io_uring,
-                 const std::string& direct, const std::string& dontcache) {
+                 const std::string& direct, const std::string& dontcache, nb::object keepalive) {
   fp::IoOptions options;
   set_options(options, block_bytes, queue_depth, copy_threads, io_uring, direct, dontcache);
   if (ops.shape(1) != 3 || segments.shape(1) != 3 || chunks.shape(1) != 2)
@@ -125,17 +174,17 @@ Read submit_read(fp::Engine& engine, const std::string& path, U64<2> ops, U64<2>
     segment_list[i] = {segments(i, 0), segments(i, 1), address(segments(i, 2))};
   std::vector<fp::ReadJob::Chunk> chunk_list(chunks.shape(0));
   for (size_t i = 0; i < chunk_list.size(); i++) chunk_list[i] = {chunks(i, 0), chunks(i, 1)};
-  auto job =
-      std::make_shared<fp::ReadJob>(path, std::move(op_list), std::move(segment_list), std::move(chunk_list), options);
-  nb::gil_scoped_release release;
+  auto job = std::make_shared<fp::ReadJob>(path.text, std::move(op_list), std::move(segment_list),
+                                           std::move(chunk_list), options);
   if (!engine.submit(job)) throw std::runtime_error("the engine is closed");
-  return Read(job);
+  return Read(std::move(job), std::move(keepalive));
 }
 
 nb::object job_error(const fp::Job& job) {
   const fp::IoError& e = job.error;
   if (!job.done() || !e) return nb::none();
-  return nb::make_tuple(e.code, e.op, e.path, e.offset, e.nbytes, e.capability);
+  const auto path = nb::steal(PyUnicode_DecodeFSDefaultAndSize(e.path.data(), static_cast<Py_ssize_t>(e.path.size())));
+  return nb::make_tuple(e.code, e.op, path, e.offset, e.nbytes, e.capability);
 }
 
 nb::dict job_stats(const fp::Job& job) {
@@ -151,6 +200,7 @@ nb::dict job_stats(const fp::Job& job) {
   out["requests"] = s.requests;
   out["resumed"] = s.resumed;
   out["buffered_nbytes"] = s.buffered_nbytes;
+  out["copied_nbytes"] = s.copied_nbytes;
   return out;
 }
 
@@ -207,9 +257,9 @@ nb::bytes addresses(nb::list arrays) {
   return nb::bytes(out.data(), out.size() * sizeof(uint64_t));
 }
 
-std::tuple<std::string, uint32_t, uint32_t> dio_alignment(const std::string& path) {
+std::tuple<std::string, uint32_t, uint32_t> dio_alignment(const FsPath& path) {
   uint32_t mem = 0, offset = 0;
-  fp::sys::Fd fd(fp::sys::open(path, O_RDONLY));
+  fp::sys::Fd fd(fp::sys::open(path.text, O_RDONLY));
   if (!fd.valid()) return {"unknown", 0, 0};
   switch (fp::sys::dio_alignment(fd.get(), mem, offset)) {
     case fp::sys::Dio::supported:
@@ -231,6 +281,12 @@ void inject_fault(const std::string& point, uint64_t at, uint64_t times, int err
 NB_MODULE(_engine, m) {
   // Engines live until the interpreter is gone; nanobind would report them as leaks.
   nb::set_leak_warnings(false);
+  // Tables are made now: a fork while another thread made them on first use would leave the child's
+  // initialisation locked for ever.
+  char byte = 0;
+  fp::crc32c(0, &byte, 0);
+  fp::crc32c_portable(0, &byte, 0);
+  fp::copy_crc32c(0, &byte, &byte, 0);
 
   nb::class_<fp::Engine>(m, "Engine")
       .def(nb::init<>())
@@ -238,14 +294,16 @@ NB_MODULE(_engine, m) {
       .def("close", &fp::Engine::close, NoGil())
       .def("submit_write", &submit_write, "path"_a, "extents"_a, "chunk_nbytes"_a, "layouts"_a, nb::kw_only(),
            "block_bytes"_a, "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a,
-           "reuse"_a = false, "durable"_a = true, "ready_nbytes"_a = ~0ull)
+           "reuse"_a = false, "durable"_a = true, "ready_nbytes"_a = ~0ull, "keepalive"_a = nb::none())
       .def("submit_read", &submit_read, "path"_a, "ops"_a, "segments"_a, "chunks"_a, nb::kw_only(), "block_bytes"_a,
-           "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a);
+           "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a, "keepalive"_a = nb::none());
   bind_job<Write>(m, "WriteJob")
       .def_prop_ro("staged_nbytes", [](const Write& h) { return h->staged_nbytes(); })
       .def(
           "wait_staged", [](const Write& h, uint64_t n, double timeout_s) { return h->wait_staged(n, timeout_s); },
           NoGil(), "nbytes"_a, "timeout_s"_a = -1.0)
+      .def(
+          "fence", [](const Write& h, uint64_t n) { h->fence(n); }, "spill_nbytes"_a)
       .def("set_ready_nbytes", [](const Write& h, uint64_t n) { h->set_ready_nbytes(n); }, "nbytes"_a);
   bind_job<Read>(m, "ReadJob");
 
@@ -261,14 +319,14 @@ NB_MODULE(_engine, m) {
   m.def("crc32c_shift", &fp::crc32c_shift, "crc"_a, "nbytes"_a);
   m.def("crc32c_implementation", &fp::crc32c_implementation);
 
-  m.def("fsync_path", [](const std::string& path) { return -fp::sys::fsync_path(path); }, NoGil(), "path"_a);
+  m.def("fsync_path", [](const FsPath& path) { return -fp::sys::fsync_path(path.text); }, NoGil(), "path"_a);
   m.def(
-      "mkdir", [](const std::string& path, unsigned mode) { return -fp::sys::mkdir(path, mode); }, NoGil(), "path"_a,
+      "mkdir", [](const FsPath& path, unsigned mode) { return -fp::sys::mkdir(path.text, mode); }, NoGil(), "path"_a,
       "mode"_a = 0777);
-  m.def("unlink", [](const std::string& path) { return -fp::sys::unlink(path); }, NoGil(), "path"_a);
+  m.def("unlink", [](const FsPath& path) { return -fp::sys::unlink(path.text); }, NoGil(), "path"_a);
   m.def(
       "rename",
-      [](const std::string& from, const std::string& to, unsigned mode) { return -fp::sys::rename(from, to, mode); },
+      [](const FsPath& from, const FsPath& to, unsigned mode) { return -fp::sys::rename(from.text, to.text, mode); },
       NoGil(), "source"_a, "target"_a, "mode"_a = 0);
 
   m.def(

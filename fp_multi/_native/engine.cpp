@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -61,9 +63,10 @@ struct Engine::State final : Workshop {
   std::unique_ptr<Uring> uring;
   std::unique_ptr<Threads> threads;
   std::unique_ptr<Pool> helpers;
-  Arena memory;
+  Arena memory, let_go;
 
   Arena& arena() override { return memory; }
+  Arena& spill() override { return let_go; }
 
   Pool& pool(unsigned count) override {
     if (!helpers || helpers->threads() != count) helpers = std::make_unique<Pool>(count);
@@ -90,9 +93,22 @@ struct Engine::State final : Workshop {
   }
 
   void discard_backend(Backend* broken) override {
-    if (broken == uring.get()) uring.release();
+    // Closing the ring does not wait for what is in flight: only memory has to stay.
+    if (broken == uring.get()) uring.reset();
     if (broken == threads.get()) threads.release();
     memory.abandon();
+    let_go.abandon();
+  }
+
+  // What the standard library throws (no thread or no memory to be had) ends the job, not the process.
+  void run(Job& job) {
+    try {
+      job.run(*this);
+    } catch (const std::system_error& failure) {
+      job.error = {failure.code().value(), "start helper threads", job.path()};
+    } catch (const std::bad_alloc&) {
+      job.error = {ENOMEM, "allocate", job.path()};
+    }
   }
 
   void loop() {
@@ -105,7 +121,7 @@ struct Engine::State final : Workshop {
         job = std::move(queue.front());
         queue.pop_front();
       }
-      job->run(*this);
+      run(*job);
       job->finish();
     }
     // The ring is closed by the thread that used it.
@@ -113,6 +129,7 @@ struct Engine::State final : Workshop {
     threads.reset();
     helpers.reset();
     memory.release();
+    let_go.release();
   }
 };
 

@@ -19,17 +19,21 @@ class Workshop {
  public:
   virtual ~Workshop() = default;
   virtual Arena& arena() = 0;
+  // Memory for sources that must be let go before they are written; kept between jobs like the arena.
+  virtual Arena& spill() = 0;
   virtual Pool& pool(unsigned threads) = 0;
   // io_uring or threads, as the options say; null with `error` set if a switched-on capability is
   // missing.
   virtual Backend* backend(const struct IoOptions& options, std::vector<std::string>& reasons, IoError& error) = 0;
-  // The backend broke with requests in flight: it and the arena must never be used again.
+  // The backend broke with requests in flight: it and the arena are given up. Memory outside the arena
+  // that such requests use is the job's to report (Job::abandoned).
   virtual void discard_backend(Backend* backend) = 0;
 };
 
 struct JobStats {
   double open_s = 0, transfer_s = 0, sync_s = 0;
   uint64_t requests = 0, resumed = 0, buffered_nbytes = 0;
+  uint64_t copied_nbytes = 0;  // let go at a fence, and written from the copy
   std::string engine;
   bool direct = false;
   std::vector<std::string> reasons;
@@ -41,6 +45,7 @@ class Job {
 
   // On the engine's thread; must set error() and stats before it returns.
   virtual void run(Workshop& workshop) = 0;
+  virtual const std::string& path() const = 0;
 
   void finish();
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -52,6 +57,8 @@ class Job {
 
   IoError error;   // valid once done
   JobStats stats;  // valid once done
+  // Valid once done: the kernel may write to the caller's memory for ever; it must never be freed.
+  bool abandoned = false;
 
  protected:
   std::atomic<uint64_t> moved_{0};  // bytes written or read so far

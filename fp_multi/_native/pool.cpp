@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <system_error>
 
 #include "align.h"
 
@@ -25,7 +26,13 @@ SignalsBlocked::~SignalsBlocked() {
 Pool::Pool(unsigned threads) {
   const SignalsBlocked blocked;
   parts_.resize(std::max(threads, 1u));
-  for (unsigned i = 1; i < threads; i++) workers_.emplace_back([this, i] { loop(i); });
+  for (unsigned i = 1; i < threads; i++) {
+    try {
+      workers_.emplace_back([this, i] { loop(i); });
+    } catch (const std::system_error&) {
+      return;  // the caller works alone if it must
+    }
+  }
 }
 
 Pool::~Pool() {

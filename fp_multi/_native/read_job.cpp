@@ -111,7 +111,10 @@ void ReadJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
     moved_.fetch_add(op.nbytes, std::memory_order_relaxed);
     if (!op.to) free.push_back(buffers[index]);
   }
-  if (transfer.broken()) workshop.discard_backend(&backend);
+  if (transfer.broken()) {
+    workshop.discard_backend(&backend);
+    abandoned = true;
+  }
   error = transfer.error();
   stats.requests = transfer.requests();
   stats.resumed = transfer.resumed();

@@ -33,6 +33,7 @@ class ReadJob final : public Job {
           const IoOptions& options);
 
   void run(Workshop& workshop) override;
+  const std::string& path() const override { return path_; }
 
   size_t chunks() const { return chunks_.size(); }
   uint32_t crc(size_t chunk) const { return crcs_[chunk].load(std::memory_order_relaxed); }

@@ -35,7 +35,7 @@ Dio dio_alignment(int fd, uint32_t& mem_align, uint32_t& offset_align);
 // tell.
 double cached_share(int fd, uint64_t offset, uint64_t nbytes);
 
-// Anonymous private memory that a fork does not copy; nullptr with errno set on failure.
+// Anonymous private memory; nullptr with errno set on failure.
 void* map_memory(size_t nbytes);
 void unmap_memory(void* address, size_t nbytes);
 

@@ -39,6 +39,8 @@ IoError TargetFile::no_direct(const std::string& why, int code) {
 IoError TargetFile::choose_direct(bool writing) {
   buffered_flags_ = options_.dontcache == Capability::off ? 0 : abi::kRwfDontcache;
   if (options_.direct == Capability::off) return {};
+  if (options_.direct == Capability::automatic && options_.dontcache == Capability::on)
+    return no_direct("RWF_DONTCACHE is switched on", 0);
   const int fd = sys::open(path_, (writing ? O_WRONLY : O_RDONLY) | O_DIRECT);
   if (fd < 0) return no_direct(std::string("open: ") + std::strerror(-fd), -fd);
   direct_.adopt(fd);

@@ -36,7 +36,8 @@ class TargetFile {
   // Reads through the page cache, whose pages are wanted where they are. Call before
   // choose_direct().
   void stay_in_cache(const char* reason) {
-    options_.direct = options_.dontcache = Capability::off;
+    options_.direct = Capability::off;
+    if (options_.dontcache == Capability::automatic) options_.dontcache = Capability::off;
     reasons.emplace_back(reason);
   }
   // Closes both; the first failure counts.

@@ -1,5 +1,7 @@
 #include "threads.h"
 
+#include <system_error>
+
 #include "pool.h"
 #include "sys.h"
 
@@ -7,7 +9,14 @@ namespace fp {
 
 Threads::Threads(unsigned threads) {
   const SignalsBlocked blocked;
-  for (unsigned i = 0; i < threads; i++) threads_.emplace_back([this] { loop(); });
+  for (unsigned i = 0; i < threads; i++) {
+    try {
+      threads_.emplace_back([this] { loop(); });
+    } catch (const std::system_error&) {
+      if (threads_.empty()) throw;
+      return;  // fewer will do
+    }
+  }
 }
 
 Threads::~Threads() {

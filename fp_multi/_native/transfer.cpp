@@ -1,9 +1,9 @@
 #include "transfer.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 
 #include "align.h"
 #include "fault.h"
@@ -14,6 +14,7 @@ namespace {
 // One request never exceeds what the kernel moves in a single call (2 GiB less a page).
 constexpr uint64_t kMaxRequest = 1u << 30;
 constexpr unsigned kMaxIdleTries = 1000;  // EAGAIN without progress: give up rather than spin for ever
+constexpr std::chrono::milliseconds kBackoff(1);
 
 }  // namespace
 
@@ -21,6 +22,14 @@ Transfer::Transfer(Backend& backend, TargetFile& file, bool writing, unsigned de
     : backend_(backend), file_(file), writing_(writing) {
   requests_.resize(std::min(depth, backend.capacity()));
   for (uint32_t slot = static_cast<uint32_t>(requests_.size()); slot-- > 0;) free_.push_back(slot);
+}
+
+Transfer::~Transfer() {
+  while (in_flight_ && !broken_) {
+    completions_.clear();
+    if (backend_.reap(completions_, true) < 0) return;
+    in_flight_ -= static_cast<unsigned>(completions_.size());
+  }
 }
 
 void Transfer::use_current_descriptor(Request& request) {
@@ -87,6 +96,10 @@ bool Transfer::handle(uint32_t slot, int64_t result) {
     if (r.done >= r.need) return true;
     // Short: go on behind what was moved. A direct request must begin on a page; where that would
     // not advance the rest goes through the buffered descriptor.
+    if (error_) {
+      free_.push_back(slot);
+      return false;
+    }
     resumed_++;
     if (r.direct) {
       r.done = align_down(r.done, kPage);
@@ -100,6 +113,8 @@ bool Transfer::handle(uint32_t slot, int64_t result) {
     return false;
   }
   const int code = static_cast<int>(-result);
+  const bool direct_refused = r.direct && code == EINVAL;
+  const bool dontcache_refused = r.flags && (code == EOPNOTSUPP || code == EINVAL);
   if (error_) {
     // The job has failed already; nothing is sent again.
   } else if (code == 0) {
@@ -110,16 +125,17 @@ bool Transfer::handle(uint32_t slot, int64_t result) {
       fail(file_.error(ENODATA, "read past the end of the file", r.offset + r.done, r.need - r.done));
     }
   } else if ((code == EAGAIN || code == EINTR) && ++r.idle_tries <= kMaxIdleTries) {
-    send(slot);
+    waiting_.push_back(slot);
     return false;
-  } else if (code == EINVAL && r.direct && file_.retreat_from_direct(code)) {
-    use_current_descriptor(r);
-    send(slot);
-    return false;
-  } else if ((code == EOPNOTSUPP || code == EINVAL) && r.flags && file_.retreat_from_dontcache(code)) {
-    use_current_descriptor(r);
-    send(slot);
-    return false;
+  } else if (direct_refused || dontcache_refused) {
+    if (direct_refused ? file_.retreat_from_direct(code) : file_.retreat_from_dontcache(code)) {
+      use_current_descriptor(r);
+      send(slot);
+      return false;
+    }
+    IoError refusal = file_.error(code, direct_refused ? "O_DIRECT request" : "RWF_DONTCACHE request");
+    refusal.capability = true;
+    fail(std::move(refusal));
   } else {
     fail_request(r, code);
   }
@@ -135,17 +151,17 @@ void Transfer::reap(std::vector<uint64_t>& finished, bool wait) {
       broken_ = true;
       return fail(file_.error(-result, "io_uring_enter"));
     }
-  } else if (!waiting_.empty()) {
-    ::sched_yield();  // nothing of ours will complete: somebody else must free what the kernel
-                      // lacks
   }
   for (const Completion& completion : completions_) {
     in_flight_--;
     const auto slot = static_cast<uint32_t>(completion.token);
     if (!handle(slot, completion.result)) continue;
     finished.push_back(requests_[slot].tag);
+    moved_ += requests_[slot].need;
     free_.push_back(slot);
   }
+  // Nothing of ours will complete: somebody else must free what the kernel lacks.
+  if (!in_flight_ && !waiting_.empty()) std::this_thread::sleep_for(kBackoff);
   std::vector<uint32_t> again;
   again.swap(waiting_);
   for (const uint32_t slot : again) {

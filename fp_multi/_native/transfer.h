@@ -13,6 +13,11 @@ namespace fp {
 class Transfer {
  public:
   Transfer(Backend& backend, TargetFile& file, bool writing, unsigned depth);
+  // Waits for what is in flight (there is something only if an exception is passing): its memory is
+  // free again behind this.
+  ~Transfer();
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
 
   bool full() const { return free_.empty(); }
   bool idle() const { return free_.size() == requests_.size(); }
@@ -28,6 +33,7 @@ class Transfer {
     if (!error_) error_ = std::move(error);
   }
   const IoError& error() const { return error_; }
+  uint64_t moved_nbytes() const { return moved_; }  // by finished requests
   uint64_t requests() const { return submitted_; }
   uint64_t resumed() const { return resumed_; }
   // The backend failed as such; requests may be in flight for ever, and the kernel may still use
@@ -58,7 +64,7 @@ class Transfer {
   std::vector<uint32_t> waiting_;  // to be sent again, once something has completed
   std::vector<Completion> completions_;
   unsigned in_flight_ = 0;  // at the backend
-  uint64_t submitted_ = 0, resumed_ = 0;
+  uint64_t submitted_ = 0, resumed_ = 0, moved_ = 0;
   bool broken_ = false;
   IoError error_;
 };

@@ -4,12 +4,13 @@
 #include <chrono>
 
 #include "align.h"
-#include "transfer.h"
 
 namespace fp {
 namespace {
 
 constexpr uint64_t kFillGrain = 256 << 10;  // smallest share of a block that is worth another thread
+
+constexpr uint64_t kSpillStep = 8u << 20;  // copied at a fence between two looks at the drive
 
 }  // namespace
 
@@ -69,6 +70,53 @@ IoError WriteJob::open(TargetFile& file) {
   return {};
 }
 
+void WriteJob::fence(uint64_t spill_nbytes) {
+  {
+    std::lock_guard lock(mutex_);
+    spill_limit_.store(spill_nbytes, std::memory_order_release);
+  }
+  changed_.notify_all();
+}
+
+void WriteJob::set_staged(uint64_t nbytes) {
+  {
+    std::lock_guard lock(mutex_);
+    staged_.store(nbytes, std::memory_order_release);
+  }
+  changed_.notify_all();
+}
+
+bool WriteJob::let_go(Workshop& workshop, Pool& pool) {
+  const uint64_t total = source_->nbytes(), staged = staged_nbytes();
+  const uint64_t limit = spill_limit_.load(std::memory_order_acquire);
+  if (staged == total || (spill_begin_ > staged && total - staged > limit)) return false;
+  Arena& spill = workshop.spill();
+  if (spill_begin_ > staged) {
+    // Sources that are still on their way from a device are nobody's to change.
+    if (ready_.load(std::memory_order_acquire) < total) return false;
+    // No memory: then the fence waits for the drive instead, which is slower and just as right.
+    if (spill.reserve(kHugePage, align_up(total - staged, kHugePage) / kHugePage) != 0) {
+      spill_limit_.store(0, std::memory_order_relaxed);
+      return false;
+    }
+    spill_begin_ = staged;
+  }
+  const uint64_t end = std::min(staged + kSpillStep, total);
+  char* to = spill.block(0) + (staged - spill_begin_);
+  pool.run(staged, end, kFillGrain, [&](uint64_t a, uint64_t b) { source_->fill(a, b, to + (a - staged)); });
+  stats.copied_nbytes += end - staged;
+  set_staged(end);
+  return true;
+}
+
+void WriteJob::send(Transfer& transfer, TargetFile& file, uint64_t tag, char* data, uint64_t begin, uint64_t end) {
+  // Direct requests are whole pages; what remains of the last block goes through the buffered descriptor.
+  const uint64_t direct_end = file.direct() ? align_down(end, kPage) : end;
+  if (direct_end > begin) transfer.start(tag, data, begin, direct_end - begin, direct_end - begin);
+  if (direct_end < end && !transfer.error())
+    transfer.fail(write_tail(file, data + (direct_end - begin), direct_end, end - direct_end));
+}
+
 void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
   const uint64_t total = source_->nbytes(), block_bytes = options_.block_bytes;
   Transfer transfer(backend, file, true, options_.depth);
@@ -80,23 +128,37 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
     return;
   }
   Pool& pool = workshop.pool(options_.copy_threads);
-  std::vector<uint64_t> free, in_flight_nbytes(blocks);
+  std::vector<uint64_t> free, finished;
   for (uint32_t i = blocks; i-- > 0;) free.push_back(i);
   const auto settle = [&](bool wait) {
-    const size_t before = free.size();
-    transfer.reap(free, wait);
-    for (size_t i = before; i < free.size(); i++)
-      moved_.fetch_add(in_flight_nbytes[free[i]], std::memory_order_relaxed);
+    finished.clear();
+    transfer.reap(finished, wait);
+    for (const uint64_t tag : finished)
+      if (tag < blocks) free.push_back(tag);
+    moved_.store(stats.buffered_nbytes + transfer.moved_nbytes(), std::memory_order_relaxed);
   };
 
-  uint64_t next = 0;
+  uint64_t next = 0;  // sent to the drive, or on its way
   while (next < total && !transfer.error()) {
     if (cancelled()) {
       transfer.fail(file.error(ECANCELED, "write"));
       break;
     }
     const uint64_t end = std::min(next + block_bytes, total);
-    if (free.empty() || !wait_ready(end, transfer.idle())) {
+    // A fence comes before the drive: somebody waits for the sources. The drive is kept busy from the copy meanwhile.
+    const bool copied = let_go(workshop, pool);
+    if (end <= staged_nbytes() && spill_begin_ <= next) {
+      if (!transfer.full()) {
+        send(transfer, file, blocks, workshop.spill().block(0) + (next - spill_begin_), next, end);
+        next = end;
+      } else if (!copied) {
+        settle(true);
+      }
+      settle(false);
+      continue;
+    }
+    if (copied) continue;
+    if (free.empty() || transfer.full() || !wait_ready(end, transfer.idle())) {
       settle(true);
       continue;
     }
@@ -104,21 +166,8 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
     free.pop_back();
     char* to = workshop.arena().block(block);
     pool.run(next, end, kFillGrain, [&](uint64_t a, uint64_t b) { source_->fill(a, b, to + (a - next)); });
-    {
-      std::lock_guard lock(mutex_);
-      staged_.store(end, std::memory_order_release);
-    }
-    changed_.notify_all();
-    while (transfer.full() && !transfer.error()) settle(true);
-    // Direct requests are whole pages; what remains of the last block goes through the buffered
-    // descriptor.
-    const uint64_t direct_end = file.direct() ? align_down(end, kPage) : end;
-    if (direct_end > next) {
-      in_flight_nbytes[block] = direct_end - next;
-      transfer.start(block, to, next, direct_end - next, direct_end - next);
-    }
-    if (direct_end < end && !transfer.error())
-      transfer.fail(write_tail(file, to + (direct_end - next), direct_end, end - direct_end));
+    set_staged(end);
+    send(transfer, file, block, to, next, end);
     next = end;
     settle(false);
   }
@@ -138,7 +187,6 @@ IoError WriteJob::write_tail(TargetFile& file, const char* data, uint64_t offset
     offset += static_cast<uint64_t>(n);
     nbytes -= static_cast<uint64_t>(n);
     stats.buffered_nbytes += static_cast<uint64_t>(n);
-    moved_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
   }
   return {};
 }

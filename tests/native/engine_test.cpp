@@ -219,6 +219,34 @@ void test_faults() {
             ->error.code == ENOENT);
 }
 
+void test_fence() {
+  Engine engine;
+  const std::string path = directory + "/fence";
+  for (const uint64_t limit : {0ull, 300000ull, ~0ull}) {
+    for (const uint64_t first : {1ull, 70000ull, 2000000ull}) {  // staged before the fence comes
+      auto data = random_bytes((5 << 20) + 77, 8);
+      const auto expected = data;
+      const uint64_t chunks[] = {data.size()};
+      auto source = std::make_unique<Source>(std::vector<Extent>{{data.data(), data.size(), nullptr}}, chunks, 1,
+                                             std::vector<std::unique_ptr<Strides>>{});
+      auto job =
+          std::make_shared<WriteJob>(path, std::move(source), options(Capability::automatic, Capability::automatic, 2));
+      CHECK(engine.submit(job));
+      CHECK(job->wait_staged(first, -1));
+      job->fence(limit);
+      CHECK(job->wait_staged(data.size(), -1));
+      std::memset(data.data(), 0, data.size());  // what an optimizer step does
+      CHECK(job->wait(-1));
+      CHECK(!job->error);
+      CHECK(job->moved_nbytes() == expected.size());
+      CHECK(contents(path) == expected);
+      CHECK(job->crc(0) == crc32c(0, expected.data(), expected.size()));
+      CHECK(limit != 0 || job->stats.copied_nbytes == 0);
+      remove_file(path);
+    }
+  }
+}
+
 void test_cancel_and_close() {
   auto engine = std::make_unique<Engine>();
   const auto data = random_bytes(4 << 20, 7);
@@ -252,6 +280,7 @@ int main() {
   test_round_trips();
   test_reuse();
   test_faults();
+  test_fence();
   test_cancel_and_close();
   ::rmdir(name);
   std::printf("engine: %d passed, %d failed\n", passed, failed);

@@ -1,0 +1,208 @@
+"""Hidden names beside a target, where work in progress lies: made, locked, found, swept (docs/commit.md section 4)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+from fp_multi.errors import FpMultiError, StorageError
+
+MANIFEST = "manifest.json"
+
+_log = logging.getLogger("fp_multi")
+_WORK_NAME = re.compile(r"\.(?P<name>.+)\.fp_multi-(?P<what>tmp|old|free)-[0-9a-f]{16}", re.DOTALL)
+_CUT_NAME = re.compile(r".*~[0-9a-f]{16}", re.DOTALL)
+_NAME_MAX = 255
+_WORK_NAME_EXTRA = len("..fp_multi-free-") + 16
+
+
+@contextlib.contextmanager
+def translated(op: str, path: str) -> Iterator[None]:
+    """Raise what the operating system refuses as StorageError.
+
+    Args:
+        op: the operation, for the message.
+        path: what it works on.
+    """
+    try:
+        yield
+    except FpMultiError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, op, path) from error
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The absolute path that a save or load means: links are followed, so that work happens beside the real thing."""
+    text = os.fsdecode(path)
+    if not text:
+        raise StorageError(errno.ENOENT, "resolve", text, hint="the path is empty")
+    with translated("resolve", text):
+        return os.path.realpath(text)
+
+
+def _hidden(name: str) -> str:
+    """How a name stands in hidden names: as it is, or cut and with a digest where it is near the length limit."""
+    if len(os.fsencode(name)) <= _NAME_MAX - _WORK_NAME_EXTRA:
+        return name
+    import hashlib  # rarely needed, and dear to import
+
+    digest = "~" + hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
+    while len(os.fsencode(name)) > _NAME_MAX - _WORK_NAME_EXTRA - len(digest):
+        name = name[:-1]
+    return name + digest
+
+
+def work_name(target: str, what: str) -> str:
+    """A new hidden name beside ``target``."""
+    parent, name = os.path.split(target)
+    return os.path.join(parent, f".{_hidden(name)}.fp_multi-{what}-{os.urandom(8).hex()}")
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a directory holds a manifest."""
+    return os.path.isfile(os.path.join(path, MANIFEST))
+
+
+def unlock(fd: int) -> None:
+    """Give a lock back and close its descriptor."""
+    # Closing is not enough: a child that was forked meanwhile shares the descriptor, and with it the lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def held(path: str) -> Iterator[bool]:
+    """Hold a lock on a directory; gives False if somebody else holds it, or there are no locks here."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        unlock(fd)
+
+
+def claim(path: str) -> int | None:
+    """Lock a directory just made; None if a sweep took it for abandoned before it was locked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        pass  # no locks on this file system: sweeps leave the directory alone then
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    os.close(fd)
+    return None
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory that no longer matters; what cannot be removed is logged and left."""
+
+    def failed(_: object, where: str, error: BaseException) -> None:
+        if not isinstance(error, FileNotFoundError):
+            _log.warning("cannot remove %s: %s", where, error)
+
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # an empty one goes without the descriptors that a walk needs
+        return
+    import shutil  # rarely needed, and dear to import
+
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=failed)
+    else:
+        shutil.rmtree(path, onerror=lambda call, where, info: failed(call, where, info[1]))
+
+
+def sweep(target: str) -> list[str]:
+    """Remove what interrupted saves left beside ``target`` (step 2). Running saves hold a lock and are left alone.
+
+    Returns:
+        The paths removed or put back.
+    """
+    done: list[str] = []
+    parent, name = os.path.split(target)
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(parent):
+            match = _WORK_NAME.fullmatch(entry)
+            if match is None:
+                continue
+            path = os.path.join(parent, entry)
+            owner = os.path.join(parent, match["name"])
+            if match["name"] == _hidden(name):
+                owner = target
+            elif match["what"] == "old" and _CUT_NAME.fullmatch(match["name"]):
+                continue  # whose it is only a save to that name can tell
+            with contextlib.suppress(OSError), held(path) as locked:
+                if locked:
+                    _dispose(path, owner, match["what"])
+                    done.append(path)
+    return done
+
+
+def _dispose(path: str, owner: str, what: str) -> None:
+    if what == "old":
+        if not os.path.lexists(owner):
+            os.rename(path, owner)  # step 8b was interrupted between its two renames
+            return
+        # Half removed it must not be taken for the owner's old checkpoint.
+        doomed = work_name(owner, "tmp")
+        os.rename(path, doomed)
+        path = doomed
+    remove_tree(path)
+
+
+def _find_old(target: str) -> str | None:
+    """A complete checkpoint that step 8b had moved aside when it was interrupted."""
+    parent, name = os.path.split(target)
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(parent):
+            match = _WORK_NAME.fullmatch(entry)
+            if match and match["what"] == "old" and match["name"] == _hidden(name):
+                path = os.path.join(parent, entry)
+                if is_checkpoint(path):
+                    return path
+    return None
+
+
+def find(path: str | os.PathLike[str]) -> str | None:
+    """The directory to read a checkpoint from, or None."""
+    target = resolve(path)
+    if is_checkpoint(target):
+        return target
+    if os.path.lexists(target):
+        return None
+    old = _find_old(target)
+    # Without an old one step 8b may have ended between the two looks.
+    return target if old is None and is_checkpoint(target) else old
+
+
+def identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Differs when another checkpoint is at the path; None without one."""
+    directory = find(path)
+    try:
+        stat = os.stat(os.path.join(directory or "", MANIFEST))
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns
