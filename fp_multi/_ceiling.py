@@ -106,7 +106,7 @@ def _write(path: str, nbytes: int, options: _engines.Options, *, reuse: bool) ->
 
 def _read(path: str, nbytes: int, options: _engines.Options) -> _engine.Stats:
     memory = _engine.allocate(nbytes)
-    address = int(memory.__array_interface__["data"][0])
+    address = _engine.address_of(memory)
     segments = np.array([[0, nbytes, address]], np.int64)
     ops = plan_reads(segments, _NO_CHUNKS.astype(np.int64), options["block_bytes"], nbytes)
     job = _engines.engine("read").submit_read(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from fp_multi._dtypes import dtype_info, dtype_name
+from fp_multi._engine import address_of
 from fp_multi._format import Tensor
 from fp_multi._nodes import Cell, readable
 from fp_multi._registry import tensor_type_of
@@ -154,7 +155,7 @@ def _address(place: Place) -> int | None:
         if not leaf.flags.writeable:
             raise TargetMismatchError(f"{path}: the target's array is read-only, inplace=True cannot fill it")
         if leaf.flags.c_contiguous and leaf.nbytes and not dtype_info(leaf.dtype).swapped:
-            return int(leaf.__array_interface__["data"][0])
+            return address_of(leaf)
     elif (
         source is not None
         and source.fetch is None

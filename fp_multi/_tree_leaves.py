@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from fp_multi._dtypes import dtype_info
+from fp_multi._engine import address_of
 from fp_multi._nodes import MAX_DEPTH, Cell, readable
 from fp_multi._registry import has_tensors_of
 from fp_multi._types import Array, LeafSource, TensorType
@@ -75,7 +76,7 @@ def array_leaf(walk: Walk, array: Array, text: str | None, cell: Cell, depth: in
     shape = array.shape
     strides = None if flags.c_contiguous else array.strides
     nbytes = array.nbytes
-    address = array.__array_interface__["data"][0]
+    address = address_of(array)
     # Empty arrays have no memory of their own to tell them apart by.
     key = (address, shape, strides, array.dtype) if nbytes else ("object", id(array))
     index = len(walk.sources)
@@ -89,7 +90,7 @@ def array_leaf(walk: Walk, array: Array, text: str | None, cell: Cell, depth: in
     if info.swapped:
         attrs = {"byteorder": "big", **(attrs or {})}
         little = array.astype(array.dtype.newbyteorder("<"), order="C")
-        keepalive, strides, address = (array, little), None, little.__array_interface__["data"][0]
+        keepalive, strides, address = (array, little), None, address_of(little)
     # What LeafSource(...) does, in half the time: this runs for each of maybe 100,000 arrays while
     # the training loop waits.
     name, itemsize, _ = info
@@ -114,7 +115,7 @@ def scalar_leaf(walk: Walk, value: Any, text: str | None, cell: Cell, depth: int
         info = dtype_info(array.dtype)
     except ValueError as error:
         return _pickled(walk, value, text, cell, f"{error}; convert it")
-    address = array.__array_interface__["data"][0]
+    address = address_of(array)
     source = LeafSource(
         info.name,
         (),
@@ -140,7 +141,7 @@ def _bytes_leaf(walk: Walk, value: Any, data: bytes | bytearray, kind: str, text
     if index is not None:
         return index
     view = np.frombuffer(data, np.uint8)
-    address = view.__array_interface__["data"][0]
+    address = address_of(view)
     source = LeafSource("uint8", view.shape, view.nbytes, address, (value, view), kind)
     return walk.add(key, source, text, cell)
 
