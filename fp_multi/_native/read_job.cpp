@@ -14,6 +14,8 @@ namespace {
 constexpr uint64_t kDeliverGrain = 256 << 10;
 constexpr uint64_t kDeliverStep = 64 << 10;  // CRC, then copy, while the bytes are in the cache
 constexpr double kCachedEnough = 0.5;
+constexpr uint64_t kLargeSegment = 1u << 20;  // smaller memory comes from malloc, often touched already
+constexpr uint64_t kPrefaultStep = 4u << 20;
 
 // First range that ends behind `offset`, in a sorted list of disjoint ranges.
 template <typename Range>
@@ -73,6 +75,7 @@ void ReadJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
   if (staging)
     for (unsigned i = 0; i < options_.depth; i++) free.push_back(workshop.arena().block(i));
 
+  Prefault prefault(fresh_memory());
   std::vector<uint64_t> finished;
   size_t next = 0;
   const auto fill_queue = [&] {
@@ -85,6 +88,7 @@ void ReadJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
         free.pop_back();
       }
       buffers[next] = to;
+      prefault.advance(op.offset);
       // Direct requests are whole pages: over the end of the file the kernel just stops. Final
       // memory holds whole pages already, staging blocks have the room.
       const uint64_t nbytes = op.to ? op.nbytes : align_up(op.nbytes, kPage);
@@ -118,6 +122,16 @@ void ReadJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {
   error = transfer.error();
   stats.requests = transfer.requests();
   stats.resumed = transfer.resumed();
+}
+
+std::vector<Prefault::Range> ReadJob::fresh_memory() const {
+  std::vector<Prefault::Range> ranges;
+  for (const Segment& segment : segments_) {
+    if (segment.nbytes < kLargeSegment) continue;
+    for (uint64_t at = 0; at < segment.nbytes; at += kPrefaultStep)
+      ranges.push_back({segment.offset + at, std::min(kPrefaultStep, segment.nbytes - at), segment.to + at});
+  }
+  return ranges;
 }
 
 void ReadJob::deliver(uint64_t begin, uint64_t end, const char* data, bool scatter) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "job.h"
+#include "prefault.h"
 #include "target_file.h"
 
 namespace fp {
@@ -42,6 +43,8 @@ class ReadJob final : public Job {
   void transfer(Workshop& workshop, Backend& backend, TargetFile& file);
   // Checks and distributes bytes [begin, end) of the file, which lie at `data`.
   void deliver(uint64_t begin, uint64_t end, const char* data, bool scatter);
+  // Large final memory, in the order in which the file fills it.
+  std::vector<Prefault::Range> fresh_memory() const;
   bool mostly_cached(const TargetFile& file) const;
 
   const std::string path_;
