@@ -69,7 +69,8 @@ def measure_ceiling(
     results = []
     try:
         if read or reuse:
-            _write(path, nbytes, base, reuse=False)
+            # With the usual settings, whatever is measured then: a file to be read must not be in the page cache.
+            _write(path, nbytes, _engines.options(SaveConfig()), reuse=False)
         for block in block_bytes:
             for depth in queue_depth:
                 chosen: _engines.Options = {**base, "block_bytes": block, "queue_depth": depth}

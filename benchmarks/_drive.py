@@ -1,0 +1,94 @@
+"""The drive itself: raw rates with nothing to copy and nothing to check, in the same rounds as the contenders."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import _harness as harness
+from _harness import MIB
+
+import fp_multi as fp
+
+
+class Direct:
+    """O_DIRECT from or to huge-page memory, into a preallocated file, flushed.
+
+    The first round tries many settings and is not counted; the others try again those that were best.
+    """
+
+    def __init__(self, name: str, directory: Path, nbytes: int, *, read: bool = False, reuse: bool = False) -> None:
+        self.name, self.directory, self.nbytes = name, directory, nbytes
+        self.read, self.reuse = read, reuse
+        self.block_bytes = [MIB, 2 * MIB, 4 * MIB, 8 * MIB]
+        self.queue_depth = [4, 8, 16]
+        self.rounds: list[dict[tuple[int, int], fp.CeilingResult]] = []
+
+    def measure(self) -> None:
+        """Add a round."""
+        harness.warm_memory(2 * self.nbytes)
+        results = fp.measure_ceiling(
+            self.directory,
+            self.nbytes,
+            read=self.read,
+            reuse=self.reuse,
+            block_bytes=self.block_bytes,
+            queue_depth=self.queue_depth,
+        )
+        time.sleep(harness.SETTLE_S)
+        self.rounds.append({(r.block_bytes, r.queue_depth): r for r in results})
+        if len(self.rounds) == 1:
+            best = sorted(results, key=lambda r: r.gbytes_per_s)[-2:]
+            self.block_bytes = sorted({r.block_bytes for r in best})
+            self.queue_depth = sorted({r.queue_depth for r in best})
+
+    def row(self) -> dict[str, Any]:
+        """The setting with the best median."""
+        rates = {key: [one[key].gbytes_per_s for one in self.rounds[1:]] for key in self.rounds[-1]}
+        best = harness.best_median(rates)
+        found = self.rounds[-1][best]
+        setting = f"{found.engine}, {'O_DIRECT' if found.direct else 'no O_DIRECT'}, {best[0] // MIB} MiB x {best[1]}"
+        return harness.row(self.name, rates[best], setting=setting)
+
+
+class BufferedRead:
+    """A cold file through the page cache, front to back, into huge-page memory that is there already."""
+
+    def __init__(self, name: str, directory: Path, nbytes: int) -> None:
+        self.name, self.nbytes = name, nbytes
+        self.path = directory / "buffered"
+        block = os.urandom(MIB)
+        with open(self.path, "wb") as file:
+            for at in range(0, nbytes, MIB):
+                file.write(block[: nbytes - at])
+        self.rates: dict[int, list[float]] = {MIB: [], 4 * MIB: [], 16 * MIB: []}
+
+    def measure(self) -> None:
+        """Add a round."""
+        for block_bytes, rates in self.rates.items():
+            with harness.huge_pages(self.nbytes) as memory:
+                harness.cool(self.path)
+                harness.warm_memory(2 * self.nbytes)
+                memory[:: 2 * MIB] = bytes(len(range(0, self.nbytes, 2 * MIB)))  # one touch for each page
+                begin = time.perf_counter()
+                self._read(memoryview(memory), block_bytes)
+                rates.append(self.nbytes / 1e9 / (time.perf_counter() - begin))
+
+    def _read(self, memory: memoryview, block_bytes: int) -> None:
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            at = 0
+            while at < self.nbytes:
+                at += os.preadv(fd, [memory[at : at + block_bytes]], at)
+        finally:
+            os.close(fd)
+            memory.release()
+
+    def row(self) -> dict[str, Any]:
+        """The setting with the best median; the first round warms up."""
+        rates = {block_bytes: found[1:] for block_bytes, found in self.rates.items()}
+        best = harness.best_median(rates)
+        return harness.row(self.name, rates[best], setting=f"preadv, {best // MIB} MiB, sequential")
