@@ -20,7 +20,7 @@ ADAPTERS := $(wildcard adapters)
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-# Pinned tools, torch and the build requirements. An interrupted run leaves no stamp and is repeated.
+# Pinned tools, torch, jax and the build requirements. An interrupted run leaves no stamp and is repeated.
 $(VENV)/.packages: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -30,7 +30,7 @@ $(VENV)/.packages: constraints.txt
 
 # Editable: Python files are used where they are, only the native engine is built again when its sources change.
 $(VENV)/.fp_multi: $(VENV)/.packages pyproject.toml CMakeLists.txt $(NATIVE)
-	$(PIP) install --no-build-isolation -e '.[torch,cli]' -c constraints.txt
+	$(PIP) install --no-build-isolation -e '.[torch,jax,cli]' -c constraints.txt
 	@touch $@
 
 setup: $(VENV)/.fp_multi ## make .venv with the package and all tools
@@ -55,9 +55,13 @@ format: setup ## let the formatters rewrite the files
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 
-bench: setup ## this drive's raw ceiling, then what a save reaches
+bench: setup ## this drive's raw ceiling, saves and loads against their peers, what an import costs
 	$(BIN)/python benchmarks/disk_ceiling.py
 	$(BIN)/python benchmarks/save_throughput.py
+	$(BIN)/python benchmarks/load_throughput.py
+	$(BIN)/python benchmarks/save_throughput.py --many-leaves
+	$(BIN)/python benchmarks/load_throughput.py --many-leaves
+	$(BIN)/python benchmarks/import_cost.py
 
 asan: $(VENV)/.packages ## the native tests under the address and undefined-behaviour sanitizers
 	$(CMAKE) -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \

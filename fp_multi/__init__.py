@@ -9,6 +9,8 @@ Importing the package is cheap: what does the work is imported when its name is 
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 from fp_multi import errors as errors
@@ -120,11 +122,17 @@ __all__ = [
 ]
 
 
+# No fork while a module is on its way: the child would wait for ever for the thread that imports it.
+_importing = threading.RLock()
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
+
+
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    with _importing:
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     return value
 
 

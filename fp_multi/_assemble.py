@@ -141,6 +141,7 @@ def fetch(
     manifest: Manifest,
     where: Mapping[int, int],
     config: LoadConfig,
+    keepalive: object,
 ) -> list[CorruptCheckpointError]:
     """Read tensors into memory and compare every chunk's checksum.
 
@@ -149,6 +150,7 @@ def fetch(
         manifest: its checked manifest.
         where: for each wanted tensor index, the address of its memory (C order).
         config: how to read.
+        keepalive: what owns the memory.
 
     Returns:
         The chunks whose bytes are not what was written; empty if all is well.
@@ -164,6 +166,7 @@ def fetch(
             np.concatenate(plan.segments),
             np.array(plan.chunks, np.int64).reshape(-1, 2),
             config,
+            keepalive=keepalive,
         )
         expected = np.array(plan.expected, np.uint32)
         for i in np.flatnonzero(crcs != expected).tolist():
@@ -245,6 +248,7 @@ def load_values(
     builder: TensorBuilder | None,
     into: Mapping[int, int] | None = None,
     plain: Collection[int] = (),
+    keepalive: object = None,
 ) -> dict[int, Any]:
     """Read the wanted tensors and make their values.
 
@@ -256,6 +260,7 @@ def load_values(
         builder: for framework tensors.
         into: addresses of existing memory that takes a tensor's bytes; such tensors get no value.
         plain: tensors that become NumPy arrays whatever the builder makes.
+        keepalive: what owns the memory of ``into``.
 
     Raises:
         CorruptCheckpointError: shards are missing or cut, or bytes changed.
@@ -268,7 +273,7 @@ def load_values(
         buffers = _reader.allocate([nbytes_of(tensors[i]) for i in fresh])
         where = dict(zip(fresh, _reader.addresses(buffers).tolist(), strict=True))
         where.update(into)
-    raise_faults(fetch(directory, manifest, where, config), directory)
+    raise_faults(fetch(directory, manifest, where, config, (buffers, keepalive)), directory)
     with collector_paused():
         return {
             i: value(tensors[i], data, None if i in plain else builder) for i, data in zip(fresh, buffers, strict=True)

@@ -63,11 +63,11 @@ def measure_ceiling(
     """
     directory = _commit.resolve(directory)
     nbytes = align_up(nbytes)
-    _commit.require_space(directory, nbytes)
-    path = _commit.work_name(os.path.join(directory, "ceiling"), "tmp")
     base = _engines.options(config or (LoadConfig() if read else SaveConfig()))
     results = []
-    try:
+    # Never published: a hidden directory that no save sweeps meanwhile, and any save if this process dies.
+    with _commit.FileCommit(os.path.join(directory, ".fp_multi-ceiling"), SaveConfig(), nbytes=nbytes) as scratch:
+        path = scratch.path
         if read or reuse:
             # With the usual settings, whatever is measured then: a file to be read must not be in the page cache.
             _write(path, nbytes, _engines.options(SaveConfig()), reuse=False)
@@ -90,9 +90,6 @@ def measure_ceiling(
                         tuple(stats["reasons"]),
                     )
                 )
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
     return results
 
 
@@ -135,13 +132,10 @@ def capabilities(directory: str | os.PathLike[str], config: IOConfig | None = No
         >>> fp.capabilities(".")["engine"] in ("io_uring", "threads")
         True
     """
-    path = _commit.work_name(os.path.join(_commit.resolve(directory), "probe"), "tmp")
-    try:
-        stats = _write(path, 2 * 4096, _engines.options(config or SaveConfig()), reuse=False)
-        _, memory, offset = _engine.dio_alignment(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    probe = os.path.join(_commit.resolve(directory), ".fp_multi-probe")
+    with _commit.FileCommit(probe, SaveConfig(), nbytes=0) as scratch:
+        stats = _write(scratch.path, 2 * 4096, _engines.options(config or SaveConfig()), reuse=False)
+        _, memory, offset = _engine.dio_alignment(scratch.path)
     return {
         "engine": stats["engine"],
         "direct": stats["direct"],

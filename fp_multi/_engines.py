@@ -6,6 +6,7 @@ Saving and loading have an engine each, so that a load does not queue behind a s
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Literal, TypedDict, TypeVar
 
 from fp_multi import _engine
 from fp_multi.config import IOConfig
-from fp_multi.errors import CapabilityError, StorageError
+from fp_multi.errors import CapabilityError, EngineClosedError, StorageError
 
 Role = Literal["write", "read"]
 Job = TypeVar("Job", _engine.WriteJob, _engine.ReadJob)
@@ -23,21 +24,36 @@ _TICK_S = 0.1
 
 _lock = threading.Lock()
 _engines: dict[tuple[int, Role, int], _engine.Engine] = {}
+_exiting = False
 
 
 def engine(role: Role, slot: int = 0) -> _engine.Engine:
-    """This process's engine for a role; one engine runs one job after another, so parallel jobs take slots."""
+    """This process's engine for a role; one engine runs one job after another, so parallel jobs take slots.
+
+    Raises:
+        EngineClosedError: the interpreter is exiting.
+        StorageError: the system has no thread for it.
+    """
     key = (os.getpid(), role, slot)
     found = _engines.get(key)
     if found is None or not found.usable:
         with _lock:
             found = _engines.get(key)
+            if _exiting:
+                # A daemon thread that goes on saving: a new engine would outlive the interpreter.
+                raise EngineClosedError("the interpreter is exiting: nothing is saved or loaded any more")
             if found is None or not found.usable:
-                found = _engines[key] = _engine.Engine()
+                try:
+                    found = _engines[key] = _engine.Engine()
+                except RuntimeError as error:
+                    raise StorageError(errno.EAGAIN, "start the engine's thread", "", hint=str(error)) from error
     return found
 
 
 def _close_all() -> None:
+    global _exiting
+    with _lock:
+        _exiting = True
     # Before the interpreter frees the arrays that a running job reads from.
     for (pid, _, _), one in list(_engines.items()):
         if pid == os.getpid():

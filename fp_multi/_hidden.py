@@ -117,22 +117,38 @@ def claim(path: str) -> int | None:
     return None
 
 
+def _remove_flat(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
+        os.rmdir(path)
+
+
 def remove_tree(path: str) -> None:
     """Remove a directory that no longer matters; what cannot be removed is logged and left."""
+    # Ours are flat and often empty. That goes without the descriptors and imports that a walk needs: what is not to be
+    # had may be why the save failed.
+    try:
+        return _remove_flat(path)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        import shutil  # rarely needed, and dear to import
 
     def failed(_: object, where: str, error: BaseException) -> None:
         if not isinstance(error, FileNotFoundError):
             _log.warning("cannot remove %s: %s", where, error)
 
-    with contextlib.suppress(OSError):
-        os.rmdir(path)  # an empty one goes without the descriptors that a walk needs
-        return
-    import shutil  # rarely needed, and dear to import
-
     if sys.version_info >= (3, 12):
         shutil.rmtree(path, onexc=failed)
     else:
         shutil.rmtree(path, onerror=lambda call, where, info: failed(call, where, info[1]))
+    return None
 
 
 def sweep(target: str) -> list[str]:

@@ -41,6 +41,7 @@ def read_ranges(
     chunks: I64,
     config: LoadConfig,
     progress: Callable[[int], None] | None = None,
+    keepalive: object = None,
 ) -> npt.NDArray[np.uint32]:
     """Read parts of one file into memory.
 
@@ -51,6 +52,7 @@ def read_ranges(
         chunks: (m, 2): file offset and nbytes of each range whose CRC is wanted; disjoint.
         config: how to read.
         progress: called now and then with the number of bytes read.
+        keepalive: what owns the memory. If the ring breaks while the drive writes into it, it is never freed.
 
     Returns:
         The CRC-32C of each chunk, in the order given.
@@ -68,6 +70,7 @@ def read_ranges(
         ops.astype(np.uint64),
         segments.astype(np.uint64),
         chunks.astype(np.uint64),
+        keepalive=keepalive,
         **_engines.options(config),
     )
     _engines.wait(job, None if progress is None else lambda running: progress(running.moved_nbytes))

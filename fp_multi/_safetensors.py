@@ -178,7 +178,7 @@ def load_safetensors(
     begins = np.array([entries[n].begin for n in chosen], np.int64) + len(head)
     sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
     segments = np.column_stack([begins, sizes, _reader.addresses(buffers)])[sizes > 0]
-    _reader.read_ranges(file, size, segments, np.empty((0, 2), np.int64), config)
+    _reader.read_ranges(file, size, segments, np.empty((0, 2), np.int64), config, keepalive=buffers)
     kind = "numpy" if tensor_builder is None else "safetensors"
     values = {}
     for name, data in zip(chosen, buffers, strict=True):

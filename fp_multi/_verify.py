@@ -13,7 +13,7 @@ from fp_multi._dtypes import safetensors_code, stored_shape
 from fp_multi._format import HeaderEntry, Manifest, decode_header
 from fp_multi._layout import chunk_sizes
 from fp_multi._types import VerifyReport
-from fp_multi.checkpoint import open_checkpoint
+from fp_multi.checkpoint import on_one_checkpoint
 from fp_multi.config import LoadConfig
 from fp_multi.errors import CorruptCheckpointError, StorageError
 
@@ -47,8 +47,16 @@ def verify(
         >>> fp.verify("ckpt/step_7").tensors
         1
     """
+    return on_one_checkpoint(path, lambda directory, manifest: _verify(directory, manifest, config, progress))
+
+
+def _verify(
+    directory: str,
+    manifest: Manifest,
+    config: LoadConfig,
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
     begin = time.perf_counter()
-    directory, manifest = open_checkpoint(path)
     faults = _assemble.shard_faults(directory, manifest)
     # A cut shard is still read as far as it goes: which tensors survive is what its owner wants to know.
     lost = {fault.shard for fault in faults if isinstance(fault, FileNotFoundError)}

@@ -16,12 +16,24 @@ from fp_multi.config import SaveConfig
 
 @dataclass(slots=True)
 class PendingWrite:
-    """A file being written by the engine; the sources must not change before :meth:`finish` returns."""
+    """A file being written by the engine; the sources must not change before :meth:`finish` returns.
+
+    Leaving it as a context stops the engine if it is not done, and undoes page locks.
+    """
 
     path: str
     nbytes: int
     parts: _staging.Extents
     job: _engine.WriteJob
+
+    def __enter__(self) -> PendingWrite:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self.job.done:
+            self.job.cancel()
+            self.job.wait()
+        _staging.release(self.parts)
 
     def finish(self) -> tuple[ShardReceipt, list[int]]:
         """Wait until the file is complete (and on the drive, if durable).
@@ -33,16 +45,9 @@ class PendingWrite:
             StorageError: a system call failed.
             CapabilityError: a capability that is switched on is not available.
         """
-        try:
-            try:
-                _staging.feed(self.job, self.parts)
-            except BaseException:
-                self.job.cancel()
-                self.job.wait()
-                raise
+        with self:
+            _staging.feed(self.job, self.parts)
             _engines.wait(self.job)
-        finally:
-            _staging.release(self.parts)
         stats = self.job.stats
         receipt = ShardReceipt(
             file=os.path.basename(self.path),
@@ -86,16 +91,21 @@ def start_write(
             chunks.append(nbytes)
         elif nbytes:
             chunks.extend(chunk_sizes(nbytes, config.chunk_bytes))
-    job = _engines.engine("write", slot).submit_write(
-        path,
-        parts.table,
-        np.array(chunks, np.uint64),
-        parts.layouts,
-        reuse=reuse,
-        durable=config.durable,
-        ready_nbytes=parts.ready_nbytes,
-        **_engines.options(config),
-    )
+    try:
+        job = _engines.engine("write", slot).submit_write(
+            path,
+            parts.table,
+            np.array(chunks, np.uint64),
+            parts.layouts,
+            reuse=reuse,
+            durable=config.durable,
+            ready_nbytes=parts.ready_nbytes,
+            keepalive=parts.keepalive,
+            **_engines.options(config),
+        )
+    except BaseException:
+        _staging.release(parts)
+        raise
     return PendingWrite(path, sum(chunks), parts, job)
 
 

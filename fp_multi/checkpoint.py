@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fp_multi import _assemble, _commit, _engine, _target
 from fp_multi._format import MAX_MANIFEST_NBYTES, Manifest, check_metadata, decode_manifest
+from fp_multi._hidden import translated
 from fp_multi._save import Saving
 from fp_multi._tree import decode, describe, select
 from fp_multi._types import SaveReport, Selection, TensorBuilder
 from fp_multi.config import LoadConfig, SaveConfig
-from fp_multi.errors import CheckpointNotFoundError, ManifestError
+from fp_multi.errors import CheckpointNotFoundError, FpMultiError, ManifestError, StorageError
+
+_Result = TypeVar("_Result")
+
+_REPLACED_TRIES = 20
 
 
 def save(
@@ -83,12 +89,38 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[str, Manifest]:
             os.fspath(path),
         )
     source = os.path.join(directory, _commit.MANIFEST)
-    with open(source, "rb") as file:
+    with translated("read", source), open(source, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_MANIFEST_NBYTES:
             raise ManifestError(f"{source}: expected at most {MAX_MANIFEST_NBYTES} bytes, found {size}")
         data = file.read()
     return directory, decode_manifest(data, _engine.crc32c, source=source)
+
+
+def on_one_checkpoint(
+    path: str | os.PathLike[str], act: Callable[[str, Manifest], _Result], *, verified: bool = True
+) -> _Result:
+    """Act on a directory and its manifest; from the start again if a save replaces the checkpoint meanwhile.
+
+    Args:
+        path: the checkpoint directory.
+        act: called with the directory that holds the checkpoint, and the manifest.
+        verified: that ``act`` fails if it meets the shards of another checkpoint than the manifest's.
+
+    Raises:
+        StorageError: it was replaced again and again.
+    """
+    for _ in range(_REPLACED_TRIES):
+        before = _commit.identity(path)
+        try:
+            result = act(*open_checkpoint(path))
+        except FpMultiError:
+            if _commit.identity(path) == before:
+                raise
+        else:
+            if verified or _commit.identity(path) == before:
+                return result
+    raise StorageError(errno.EBUSY, "read", os.fspath(path), hint="the checkpoint is replaced again and again")
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -152,7 +184,23 @@ def load(
         >>> fp.load("ckpt/step_7", only=["w"])["w"].shape
         (2, 3)
     """
-    directory, manifest = open_checkpoint(path)
+
+    def one(directory: str, manifest: Manifest) -> Any:
+        return _load(directory, manifest, target, only, inplace, config, allow_pickle, tensor_builder)
+
+    return on_one_checkpoint(path, one, verified=config.verify)
+
+
+def _load(
+    directory: str,
+    manifest: Manifest,
+    target: Any,
+    only: Selection | None,
+    inplace: bool,
+    config: LoadConfig,
+    allow_pickle: bool,
+    tensor_builder: TensorBuilder | None,
+) -> Any:
     tree = manifest.tree
     wanted = list(range(len(manifest.tensors)))
     if only is not None:
@@ -169,7 +217,7 @@ def load(
         addresses = ((i, _target.memory(found)) for i, found in places.items())
         into = {i: address for i, address in addresses if address is not None}
     plain = {i for i, found in places.items() if isinstance(found[0].leaf, np.ndarray)}
-    values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, into, plain)
+    values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, into, plain, keepalive=target)
     if inplace:
         for i, found in places.items():
             if i not in into:

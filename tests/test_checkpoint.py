@@ -43,6 +43,8 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
     return bool(a == b)
 
 
@@ -236,7 +238,7 @@ def test_only(tmp_path: Path) -> None:
     assert same(fp.load(tmp_path / "c", only=["m.a"]), {"m": {"a": np.ones(2)}, "m.a": np.full(1, 7)})
     assert same(fp.load(tmp_path / "c", only=[("m", "b", 1)]), {"m": {"b": [np.full(3, 5)]}})
     assert same(fp.load(tmp_path / "c", only=[(3,), ("m", "a")]), {"m": {"a": np.ones(2)}, 3: {"x": 1}})
-    with pytest.raises(errors.KeyNotFoundError, match="m.c"):
+    with pytest.raises(errors.KeyNotFoundError, match=r"m\.c"):
         fp.load(tmp_path / "c", only=["m.c"])
 
 
