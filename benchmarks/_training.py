@@ -83,6 +83,8 @@ class Saver:
     """How long the loop waited for each save; complete when the run is over."""
     rates: list[float] = field(default_factory=list)
     """GB/s of each save until it was durable, where that is known."""
+    write_rates: list[float] = field(default_factory=list)
+    """GB/s of the write alone, without what is planned before and committed behind it."""
 
 
 class Contender(NamedTuple):
@@ -183,7 +185,9 @@ def _ours(overlap: Literal["hybrid", "borrow", "snapshot"]) -> Callable[[Trainer
             checkpointer.wait_for_staging()
         reports = [handle.report for handle in handles]
         saver.stalls_s += [report.stall_s for report in reports]
-        saver.rates += [report.save.gbytes_per_s for report in reports if report.save is not None]
+        saves = [report.save for report in reports if report.save is not None]
+        saver.rates += [save.gbytes_per_s for save in saves]
+        saver.write_rates += [save.tensor_nbytes / 1e9 / (save.write_s + save.fsync_s) for save in saves]
 
     return opened
 

@@ -17,6 +17,7 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TITLES = {
     "name": "",
     "gbytes_per_s": "GB/s",
+    "write_gbytes_per_s": "write alone, GB/s",
     "ms": "ms",
     "cpu_s_per_gb": "CPU s/GB",
     "extra_memory_mib": "extra MiB",

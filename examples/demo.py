@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch_train import checkpoints
 
 import fp_multi as fp
 from fp_multi.adapters.torch import load, save
@@ -52,7 +51,12 @@ def lines(path: Path) -> list[list[str]]:
 
 def unfinished(path: Path) -> set[str]:
     """The hidden directories of saves that are running or were killed."""
-    return {entry for entry in os.listdir(path) if entry.startswith(".step_")}
+    return {entry for entry in os.listdir(path) if entry.startswith(".step_") and ".fp_multi-tmp-" in entry}
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The complete checkpoints, oldest first: a directory without a manifest is none."""
+    return sorted(step for step in path.glob("step_*") if (step / "manifest.json").exists())
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
@@ -73,10 +77,10 @@ def run_killed(path: Path, arguments: list[str], chance: random.Random) -> int:
         try:
             # At least one new step, so that the run as a whole goes on.
             wait_until(lambda done=done: len(lines(path / "saves.log")) > done, process)
-            saves = [float(seconds) for _, seconds, _ in lines(path / "saves.log")]
+            saves = [float(elapsed_s) for _, _, elapsed_s, _ in lines(path / "saves.log")]
             if moment == "while it saves":
                 wait_until(lambda old=left_before: bool(unfinished(path) - old), process)
-                time.sleep(chance.uniform(0, 0.5) * min(saves))
+                time.sleep(chance.uniform(0, 0.8) * min(saves))
             else:
                 time.sleep(chance.uniform(0, 0.6))
         finally:
@@ -175,10 +179,13 @@ def main(directory: str | os.PathLike[str], steps: int = STEPS, arguments: tuple
             for checkpoint in checkpoints(scratch / run):
                 report = fp.verify(checkpoint)
                 print(f"  {run}/{checkpoint.name}: {report.nbytes / 1e6:.0f} MB read, every checksum right")
-        saves = [(float(seconds), int(nbytes)) for _, seconds, nbytes in lines(scratch / "calm" / "saves.log")]
-        stall_s = statistics.median(seconds for seconds, _ in saves)
-        print(f"\nThe loop stood still for {stall_s * 1e3:.0f} ms at each step (median), state_dict() and all,")
-        print(f"  to put {saves[-1][1] / 1e6:.0f} MB on the drive: {saves[-1][1] / 1e9 / stall_s:.2f} GB/s")
+        saves = lines(scratch / "calm" / "saves.log")
+        stall_s = statistics.median(float(stall_s) for _, stall_s, _, _ in saves)
+        elapsed_s = statistics.median(float(elapsed_s) for _, _, elapsed_s, _ in saves)
+        nbytes = int(saves[-1][3])
+        rate = nbytes / 1e9 / elapsed_s
+        print(f"\nThe loop stood still for {stall_s * 1e3:.1f} ms at each step (median), to put {nbytes / 1e6:.0f} MB")
+        print(f"  on the drive within {elapsed_s * 1e3:.0f} ms, beside the training: {rate:.2f} GB/s")
         time_saves(scratch, checkpoints(scratch / "calm")[-1])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Train a small GPT with a checkpoint at every step; kill it whenever you like and start it again.
 
-The text is Python's own standard library, which every machine that runs this has. All that the next step depends on is
-in the checkpoint (weights, optimizer, schedule, position, random states), so a run that was killed and
-resumed any number of times has, bit for bit, the losses of a run that was left alone.
+A checkpoint is written while the next step's forward and backward pass run. The text is Python's own standard library,
+which every machine that runs this has. All that the next step depends on is in the checkpoint (weights, optimizer,
+schedule, position, random states), so a run that was killed and resumed any number of times has, bit for bit, the
+losses of a run that was left alone.
 
 Run: python examples/torch_train.py DIRECTORY --steps 20
 """
@@ -13,7 +14,6 @@ import argparse
 import hashlib
 import os
 import random
-import shutil
 import sysconfig
 import time
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp_multi.adapters.torch import load, save
+from fp_multi import PendingSave
+from fp_multi.adapters.torch import Checkpointer
 
 TEXT_NBYTES = 4 << 20
 KEEP = 2
@@ -156,17 +157,6 @@ def read_text() -> Tensor:
     return torch.frombuffer(text[:TEXT_NBYTES], dtype=torch.uint8)
 
 
-def checkpoints(path: Path) -> list[Path]:
-    """The complete checkpoints, oldest first: a directory without a manifest is none."""
-    return sorted(step for step in path.glob("step_*") if (step / "manifest.json").exists())
-
-
-def remove(checkpoint: Path) -> None:
-    # The manifest goes first, so that what a kill leaves behind is not taken for a checkpoint.
-    (checkpoint / "manifest.json").unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
-
-
 def append(path: Path, line: str) -> None:
     """Add a line with one write, so that a kill leaves a whole line or none."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -180,32 +170,32 @@ def main(path: str | os.PathLike[str], steps: int = 20, config: Config = Config(
     """Train until ``steps`` steps are done, from the newest checkpoint in ``path`` on.
 
     ``path``/losses.log gets a line "step loss" for each step, with the loss in hexadecimal, which is exact.
-    ``path``/saves.log gets "step seconds nbytes" for each save: how long the training loop stood still, for how much.
+    ``path``/saves.log gets "step stall_s elapsed_s nbytes" for each save that is on the drive: how long the training
+    loop stood still for it, how long it took in all, and for how much.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True)
     trainer = Trainer(config)
 
-    complete = checkpoints(path)
-    for leftover in set(path.glob("step_*")) - set(complete):
-        remove(leftover)  # a removal that was interrupted
-    if complete:
-        trainer.restore(load(complete[-1], map_location="cpu"))
-        print(f"resumed from {complete[-1].name}", flush=True)
+    def log_save(pending: PendingSave) -> None:
+        report = pending.report
+        if pending.done and report.save is not None:
+            facts = f"{report.stall_s:.6f} {report.save.elapsed_s:.6f} {report.save.tensor_nbytes}"
+            append(path / "saves.log", f"{report.step} {facts}")
 
-    while trainer.step < steps:
-        begin = time.perf_counter()
-        loss = trainer.train_step()
-        step_s = time.perf_counter() - begin
-        append(path / "losses.log", f"{trainer.step} {loss.hex()}")
-
-        report = save(trainer.state(), path / f"step_{trainer.step:08d}")  # durable when it returns
-        save_s = time.perf_counter() - begin - step_s
-        append(path / "saves.log", f"{trainer.step} {save_s:.6f} {report.tensor_nbytes}")
-        for old in checkpoints(path)[:-KEEP]:
-            remove(old)
-        print(f"step {trainer.step}  loss {loss:.4f}  {step_s:.2f} s  saved in {save_s:.3f} s", flush=True)
+    with Checkpointer(path, keep=KEEP, progress=log_save) as checkpointer:
+        checkpointer.attach(trainer.optimizer)  # its step waits until the last save no longer needs the old weights
+        if checkpointer.latest_step() is not None:
+            step, state = checkpointer.restore(map_location="cpu")
+            trainer.restore(state)
+            print(f"resumed from step {step}", flush=True)
+        while trainer.step < steps:
+            begin = time.perf_counter()
+            loss = trainer.train_step()
+            append(path / "losses.log", f"{trainer.step} {loss.hex()}")
+            checkpointer.save(trainer.step, trainer.state())
+            print(f"step {trainer.step}  loss {loss:.4f}  {time.perf_counter() - begin:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fp_multi._version import VERSION
 from fp_multi.errors import FpMultiError as FpMultiError
 
 if TYPE_CHECKING:
+    from fp_multi._advice import Advice as Advice
     from fp_multi._ceiling import CeilingResult as CeilingResult
     from fp_multi._ceiling import capabilities as capabilities
     from fp_multi._ceiling import measure_ceiling as measure_ceiling
@@ -48,6 +49,7 @@ __version__ = VERSION
 
 # Where each public name lives; the imports above say the same to type checkers.
 _HOMES = {
+    "_advice": ("Advice",),
     "_ceiling": (
         "CeilingResult",
         "capabilities",
@@ -96,6 +98,7 @@ __all__ = [
     "Checkpointer",
     "PendingSave",
     "OverlapReport",
+    "Advice",
     "verify",
     "read_manifest",
     "save_safetensors",

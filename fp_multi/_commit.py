@@ -144,14 +144,18 @@ class DirectoryCommit(_Work):
                 return  # rename replaces an empty directory
         raise CheckpointExistsError(errno.EEXIST, "exists and is not a checkpoint: nothing is replaced", self.target)
 
-    def publish(self, manifest: bytes) -> ShardReceipt:
+    def publish(self, manifest: bytes, slot: int = 0) -> ShardReceipt:
         """Make the directory complete and visible (steps 5 to 9).
+
+        Args:
+            manifest: the bytes of ``manifest.json``.
+            slot: the engine that writes it, see :func:`fp_multi._writer.start_write`.
 
         Raises:
             StorageError: a step failed; the target is untouched.
             CheckpointExistsError: somebody else created the target meanwhile.
         """
-        receipt = _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config)
+        receipt = _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
         self._fsync(self.path)  # the names of the files; their bytes are flushed already
         with translated("rename", self.target):
             old = self._swap()

@@ -2,66 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import ctypes
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import numpy as np
+import numpy.typing as npt
 
+from fp_multi._engine import address_of
+from fp_multi._layout import lay_out
 from fp_multi._tree import select
 from fp_multi._types import Described, LeafSource, Selection
 
+MOST_NBYTES = 64 << 20
+"""More than that is left to the engine's threads: they copy at memory speed, into memory that is used again."""
+_SMALL_NBYTES = 4096
+"""Copied while the interpreter is held: giving it away costs more, most of all if other Python threads want it."""
+_STEADY_KINDS = {"numpy.scalar", "bytes", "pickle"}
 
-def copied(source: LeafSource) -> LeafSource:
-    """The same tensor with its bytes in memory of our own."""
-    if not source.nbytes:
-        return source
-    buffer = np.empty(source.nbytes, np.uint8)
-    address = int(buffer.__array_interface__["data"][0])
-    if source.fetch is not None:
-        source.fetch(address, 0, source.nbytes)()
-    else:
-        np.copyto(buffer, _bytes_of(source))
-    return source._replace(address=address, strides=None, keepalive=buffer, fetch=None, pin=None)
+
+class Copy:
+    """What keeps a copy's memory: tells a copied source from a borrowed one."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        self.memory = memory
 
 
 class _Memory:
     """Foreign memory for NumPy: the interface alone does not keep it alive, the source does."""
 
     def __init__(self, source: LeafSource) -> None:
-        # As raw items of the right size, whatever the dtype: only bytes move.
+        # As raw items, whatever the dtype: only bytes move. An item size matters only where there are strides.
+        contiguous = source.strides is None
         self.source = source
         self.__array_interface__ = {
             "version": 3,
             "data": (source.address, True),
-            "typestr": f"|V{source.itemsize}",
-            "shape": source.shape,
+            "typestr": f"|V{1 if contiguous else source.itemsize}",
+            "shape": (source.nbytes,) if contiguous else source.shape,
             "strides": source.strides,
         }
 
 
-def _bytes_of(source: LeafSource) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _bytes_of(source: LeafSource) -> npt.NDArray[np.uint8]:
     items = np.ascontiguousarray(np.asarray(_Memory(source)))
     return items.reshape(-1).view(np.uint8)
 
 
-def copy_indices(described: Described, indices: Collection[int]) -> tuple[Described, int]:
-    """Copy some tensors now.
-
-    Returns:
-        The state with copies in their place, and the bytes copied.
-    """
-    sources = list(described.sources)
-    for index in indices:
-        sources[index] = copied(sources[index])
-    nbytes = sum(described.sources[index].nbytes for index in indices)
-    return Described(described.tree, described.names, sources), nbytes
-
-
-def copy_selected(described: Described, selection: Selection) -> tuple[Described, int]:
-    """Copy the tensors of some subtrees now; see :meth:`fp_multi.Checkpointer.save`.
+def selected(described: Described, selection: Selection) -> set[int]:
+    """The tensors of some subtrees, by index.
 
     Raises:
         KeyNotFoundError: a path is not in the state.
     """
-    if not selection:
-        return described, 0
-    return copy_indices(described, select(described.tree, selection)[1])
+    return set(select(described.tree, selection)[1]) if selection else set()
+
+
+def plain_values(sources: Sequence[LeafSource]) -> Iterator[int]:
+    """Scalars and byte arrays, by index: Python code changes them in passing, and they are small."""
+    for index, source in enumerate(sources):
+        if source.kind == "bytearray" or not (source.shape or source.fetch or source.kind in _STEADY_KINDS):
+            yield index
+
+
+def nbytes_of(described: Described, indices: Collection[int]) -> int:
+    """How much there is to copy."""
+    return sum([described.sources[index].nbytes for index in indices])
+
+
+def copy_indices(described: Described, indices: Set[int]) -> Described:
+    """The state with copies in the place of some tensors."""
+    sources = list(described.sources)
+    arriving = []
+    small: list[int] = []
+    for index in sorted(indices):
+        source = sources[index]
+        if not source.nbytes:
+            continue
+        if source.fetch is None and source.strides is None and source.nbytes <= _SMALL_NBYTES:
+            small.append(index)
+            continue
+        buffer = np.empty(source.nbytes, np.uint8)
+        if source.fetch is not None:
+            arriving.append(source.fetch(address_of(buffer), 0, source.nbytes))
+        else:
+            np.copyto(buffer, _bytes_of(source))
+        sources[index] = _moved(source, Copy(buffer), 0)
+    _copy_small(sources, small)
+    # All on their way before the first is waited for.
+    for finish in arriving:
+        finish()
+    return Described(described.tree, described.names, sources)
+
+
+def _copy_small(sources: list[LeafSource], indices: list[int]) -> None:
+    if not indices:
+        return
+    parts = [ctypes.string_at(sources[index].address, sources[index].nbytes) for index in indices]
+    copy = Copy(np.frombuffer(b"".join(parts), np.uint8))
+    at = 0
+    for index in indices:
+        sources[index] = _moved(sources[index], copy, at)
+        at += sources[index].nbytes
+
+
+def _moved(source: LeafSource, copy: Copy, begin: int) -> LeafSource:
+    address = address_of(copy.memory) + begin
+    return source._replace(address=address, strides=None, keepalive=copy, fetch=None, pin=None)
+
+
+def copied_behind(described: Described, begin: int) -> int:
+    """Bytes of copies that lie at or behind a place in the data of the file."""
+    layout = lay_out([source.nbytes for source in described.sources])
+    total = 0
+    for index, at in zip(layout.order, layout.begins, strict=True):
+        source = described.sources[index]
+        if isinstance(source.keepalive, Copy):
+            total += max(at + source.nbytes - max(at, begin), 0)
+    return total

@@ -50,6 +50,13 @@ def engine(role: Role, slot: int = 0) -> _engine.Engine:
     return found
 
 
+def release_memory() -> None:
+    """Give back what fences copied into, as soon as no job uses it; the next fence asks for it again."""
+    for (pid, role, _), one in list(_engines.items()):
+        if pid == os.getpid() and role == "write":
+            one.release_memory()
+
+
 def _close_all() -> None:
     global _exiting
     with _lock:

@@ -1,17 +1,20 @@
-"""One save of a Checkpointer, from the call to the commit."""
+"""One save of a Checkpointer as its caller sees it: a handle for waiting, for the fence and for the report."""
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from fp_multi._save import Saving
-from fp_multi._types import SaveReport
+from fp_multi import _engine
+from fp_multi._crew import Latch
+from fp_multi._types import Described, SaveReport
+from fp_multi.errors import EngineClosedError
 
-_log = logging.getLogger("fp_multi")
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class OverlapReport:
 
     step: int
     save: SaveReport | None
-    """How it was written; None before it is complete, or if it failed."""
+    """How it was written; None before it is complete, or if it failed. Its clock starts when the save got its turn,
+    behind earlier ones."""
     stall_save_s: float
     """The call of ``save`` itself, without the wait for an earlier save."""
     stall_queue_s: float
@@ -28,11 +32,13 @@ class OverlapReport:
     stall_fence_s: float
     """Waiting at the fence until the state might change."""
     borrowed_nbytes: int
-    """Written from the state's own memory."""
+    """Written from the state's own memory. With the two below: all bytes of the tensors."""
     copied_nbytes: int
-    """Copied at the fence, and written from the copy."""
+    """Copied at a fence, and written from the copy."""
     eager_nbytes: int
     """Copied in the call of ``save``."""
+    recycled: bool = False
+    """Whether a retired checkpoint's file was overwritten; otherwise a new one was made."""
 
     @property
     def stall_s(self) -> float:
@@ -40,23 +46,46 @@ class OverlapReport:
         return self.stall_save_s + self.stall_queue_s + self.stall_fence_s
 
 
+class Work(NamedTuple):
+    """What the background thread needs."""
+
+    described: Described
+    path: str
+    metadata: Mapping[str, str]
+    overwrite: bool
+    begin_s: float
+
+
 class PendingSave:
     """A save that goes on in the background.
 
-    Made by :meth:`fp_multi.Checkpointer.save`; thread-safe.
+    Made by :meth:`fp_multi.Checkpointer.save`; thread-safe. When the save is over it holds nothing of the state.
     """
 
-    def __init__(
-        self, step: int, saving: Saving, report: OverlapReport, finished: Callable[[PendingSave], None]
-    ) -> None:
+    def __init__(self, step: int, number: int, slot: int, work: Work, raised: Callable[[PendingSave], object]) -> None:
         self.step = step
-        self._saving = saving
-        self._report = report
-        self._finished = finished
-        self._error: BaseException | None = None
+        self.number = number
+        """Counts the saves of a Checkpointer in the order in which they were asked for."""
+        self.slot = slot
+        """Saves in different slots are under way at the same time."""
+        self.staged_s: float | None = None
+        """By when the state had been read at the latest, if a fence asked."""
+        self.saved_s: float | None = None
+        """When the call of ``save`` ended; None once a fence has come."""
+        self._pid = os.getpid()
+        self._raised: Callable[[PendingSave], object] | None = raised
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"fp_multi-save-{step}")
-        self._thread.start()
+        self._begun = Latch()  # the engine has the job, or will never have it
+        self._over = Latch()
+        self._work: Work | None = work
+        self._job: _engine.WriteJob | None = None
+        self._spill_nbytes: int | None = None
+        self._nbytes = sum([source.nbytes for source in work.described.sources])
+        self._moved_nbytes = 0
+        self._report = OverlapReport(step, None, 0.0, 0.0, 0.0, 0, 0, 0)
+        self._error: BaseException | None = None
+
+    # For everybody
 
     @property
     def report(self) -> OverlapReport:
@@ -72,59 +101,120 @@ class PendingSave:
     @property
     def done(self) -> bool:
         """Whether it is complete, or has failed."""
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes on the drive, and bytes in all."""
-        return self._saving.job.moved_nbytes, self._saving.nbytes
+        """Bytes given to the drive, and bytes in all (of the shard, once its header is known)."""
+        with self._lock:
+            moved = self._moved_nbytes if self._job is None else self._job.moved_nbytes
+            return moved, self._nbytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is complete; whether it is.
 
         Raises:
-            FpMultiError: what went wrong in the background.
+            FpMultiError: what went wrong in the background. This handle raises it whenever it is asked; the
+                Checkpointer's own calls do not raise it any more then.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self.wait_over(timeout_s):
             return False
         if self._error is not None:
+            if self._raised is not None:
+                self._raised(self)
             raise self._error
         return True
 
     def join(self) -> None:
-        """Wait until it is complete or has failed, without raising."""
-        self._thread.join()
+        """Wait until it is complete or has failed, without raising what went wrong.
 
-    def fence(self, spill_nbytes: int) -> None:
-        """Wait until the state may change; called by the Checkpointer.
+        Raises:
+            EngineClosedError: this is a forked child; the save goes on in its parent.
+        """
+        self.wait_over(None)
+
+    def wait_over(self, timeout_s: float | None) -> bool:
+        if os.getpid() != self._pid:
+            raise EngineClosedError(f"step {self.step} is being saved by the process that this one was forked from")
+        return self._over.wait(timeout_s)
+
+    # For the Checkpointer, in the caller's thread
+
+    def withdraw(self) -> bool:
+        """Nobody will do it; False if somebody has begun."""
+        if self.take() is None:
+            return False
+        self.settle(None)
+        return True
+
+    def let_go(self, spill_nbytes: int) -> None:
+        """Ask for the state's memory; :meth:`wait_staged` tells when it may change.
 
         Args:
             spill_nbytes: at most so much is copied; what is more waits for the drive.
         """
-        job = self._saving.job
-        if job.done or job.staged_nbytes >= self._saving.nbytes:
-            return
-        begin_s = time.perf_counter()
-        job.fence(spill_nbytes)
-        while not job.wait_staged(self._saving.nbytes, 0.1):
-            pass  # lets Python handle signals
-        self._add(stall_fence_s=time.perf_counter() - begin_s)
-
-    def _add(self, **seconds: float) -> None:
         with self._lock:
+            if self._job is not None:
+                self._job.fence(spill_nbytes)
+            self._spill_nbytes = spill_nbytes
+
+    @property
+    def staged(self) -> bool:
+        """Whether the state may change."""
+        with self._lock:
+            job = self._job
+            if job is None:
+                return self._begun.is_set()
+            return job.done or job.staged_nbytes >= self._nbytes
+
+    def wait_staged(self) -> None:
+        """Wait until the state may change."""
+        self._begun.wait()
+        job = self._job
+        while job is not None and not job.wait_staged(self._nbytes, _TICK_S):
+            pass  # lets Python handle signals
+        if self.staged_s is None:
+            self.staged_s = time.perf_counter()
+
+    def add(self, **amounts: float) -> None:
+        """Add to what the report counts."""
+        with self._lock:
+            now = {name: getattr(self._report, name) + more for name, more in amounts.items()}
+            self._report = replace(self._report, **now)
+
+    # For the Checkpointer, in the background
+
+    def take(self) -> Work | None:
+        """Begin; None if it was withdrawn."""
+        with self._lock:
+            work, self._work = self._work, None
+        return work
+
+    def started(self, job: _engine.WriteJob, nbytes: int) -> None:
+        """The engine has the job: fences that came before are for it, too."""
+        with self._lock:
+            self._job = job
+            self._nbytes = nbytes
+            if self._spill_nbytes is not None:
+                job.fence(self._spill_nbytes)
+        self._begun.set()
+
+    def complete(self, save: SaveReport, *, copied_nbytes: int, recycled: bool) -> None:
+        """It is on the drive."""
+        with self._lock:
+            borrowed = save.tensor_nbytes - copied_nbytes - self._report.eager_nbytes
             self._report = replace(
-                self._report, **{name: getattr(self._report, name) + more for name, more in seconds.items()}
+                self._report, save=save, borrowed_nbytes=borrowed, copied_nbytes=copied_nbytes, recycled=recycled
             )
 
-    def _run(self) -> None:
-        try:
-            save = self._saving.finish()
-            copied = self._saving.job.stats["copied_nbytes"]
-            with self._lock:
-                borrowed = save.tensor_nbytes - copied - self._report.eager_nbytes
-                self._report = replace(self._report, save=save, copied_nbytes=copied, borrowed_nbytes=max(borrowed, 0))
-        except BaseException as error:
-            self._error = error
-            _log.error("the save of step %d failed: %s", self.step, error)
-        self._finished(self)
+    def settle(self, error: BaseException | None) -> None:
+        """It is over; who waits may go on."""
+        with self._lock:
+            job, self._job = self._job, None
+            if job is not None:
+                self._moved_nbytes = job.moved_nbytes
+        self._error = error
+        if error is None:
+            self._raised = None  # statistics keep the last save: not to be a cycle
+        self._begun.set()
+        self._over.set()

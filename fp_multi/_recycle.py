@@ -1,20 +1,21 @@
 """Retired checkpoints as the next save's files: no allocation, no unwritten extents to convert, nothing to unlink.
 
 A checkpoint is retired only after its successor is durable. Its directory is renamed out of sight in one step, so
-that it never
-counts as a checkpoint again, and loses its manifest; its shard waits under the hidden name until a save moves it into
-its
-own directory and overwrites it. A process that stops at any point leaves a hidden name, which the next save sweeps.
+that it never counts as a checkpoint again, and loses its manifest; its shard waits under the hidden name until a save
+moves it into its own directory and overwrites it. A process that stops at any point leaves a hidden name, which the
+next save sweeps.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import logging
 import os
+import signal
+import stat
 
-from fp_multi import _commit, _engine
+from fp_multi import _engine, _hidden
 
 _log = logging.getLogger("fp_multi")
 
@@ -29,48 +30,92 @@ class Retired:
 
     def __init__(self, directory: str, lock: int) -> None:
         self.directory = directory
-        self._lock = lock
+        self._lock: int | None = lock
 
     def shard(self) -> str | None:
-        """The one file that a save may overwrite, None if there is no such file.
-
-        A file with another name elsewhere (a hard link) is somebody's copy: its bytes are not ours to change.
-        """
-        names = os.listdir(self.directory)
-        if len(names) != 1:
+        """The one file that a save may overwrite, None if there is no such file."""
+        try:
+            names = os.listdir(self.directory)
+        except OSError:
             return None
-        path = os.path.join(self.directory, names[0])
-        stat = os.lstat(path)
-        return path if stat.st_nlink == 1 and os.path.isfile(path) and not os.path.islink(path) else None
+        path = os.path.join(self.directory, names[0]) if len(names) == 1 else ""
+        return path if path and _is_ours_alone(path) else None
 
     def remove(self) -> None:
-        """Remove it, or what a save has left of it."""
-        _commit.remove_tree(self.directory)
-        os.close(self._lock)
+        """Remove it, or what a save has left of it; what cannot be removed is logged and left."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            _hidden.remove_tree(self.directory)
+        finally:
+            _hidden.unlock(lock)
 
 
-def retire(path: str) -> Retired | None:
-    """Take a checkpoint out of sight; None if it is gone already or cannot be moved."""
-    hidden = _commit.work_name(path, "free")
+def _is_ours_alone(path: str) -> bool:
+    """Whether nobody can notice that a file's bytes change.
+
+    A file with another name elsewhere (a hard link) is somebody's copy, and one that is open or mapped somewhere
+    is being read: an unlink would leave both as they are, overwriting would not.
+    """
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or not os.access(path, os.W_OK):
+            return False
+        try:
+            # Who opens the file while there is a lease has a signal sent to us: one that does nothing.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            # Granted only while no other descriptor or mapping of the file exists.
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            # Where leases do not work nobody can tell; then hard links are all that is looked at.
+            return error.errno not in (errno.EAGAIN, errno.EBUSY)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    finally:
+        os.close(fd)
+
+
+def retire(path: str, *, durable: bool) -> Retired | None:
+    """Take a checkpoint out of sight.
+
+    Args:
+        path: the checkpoint.
+        durable: make sure that its name is gone for good.
+
+    Returns:
+        The retired checkpoint; None if it is gone already, somebody reads it, or it cannot be moved.
+    """
+    hidden = _hidden.work_name(path, "free")
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
-    # Before the rename: under the hidden name an unlocked directory is anybody's to sweep.
-    with contextlib.suppress(OSError):
+    try:
+        # Before the rename: under the hidden name an unlocked directory is anybody's to sweep.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    code = _engine.rename(path, hidden)
-    if code:
-        _log.warning("cannot retire %s: %s", path, os.strerror(code))
+    except BlockingIOError:
         os.close(lock)
         return None
-    # The old name must be gone for good before its shard is overwritten: after a power cut it would be back.
-    failed = _engine.fsync_path(os.path.dirname(path))
-    _engine.unlink(os.path.join(hidden, _commit.MANIFEST))
-    if failed:
-        _log.warning("cannot flush %s: %s; the retired checkpoint is removed", path, os.strerror(failed))
-        Retired(hidden, lock).remove()
+    except OSError:
+        pass  # no locks on this file system: then nothing is swept either
+    code = _engine.rename(path, hidden)
+    if code:
+        if code != errno.ENOENT:
+            _log.warning("cannot retire %s: %s", path, os.strerror(code))
+        _hidden.unlock(lock)
         return None
+    # The old name must be gone for good before its shard is overwritten: after a power cut it would be back.
+    failed = _engine.fsync_path(os.path.dirname(path)) if durable else 0
+    if failed:
+        _log.warning("cannot flush %s: %s; %s is left", os.path.dirname(path), os.strerror(failed), hidden)
+        _hidden.unlock(lock)
+        return None
+    _engine.unlink(os.path.join(hidden, _hidden.MANIFEST))
     return Retired(hidden, lock)
 
 
@@ -85,6 +130,11 @@ def reusable_nbytes(path: str) -> int:
 def adopt(path: str, target: str) -> bool:
     """Move a retired shard into a save's directory; False if it cannot be, and a new file is to be made."""
     code = _engine.rename(path, target)
+    if code == 0 and not _is_ours_alone(target):
+        # Somebody linked or opened it after it was chosen. From here on its name says that it is unfinished.
+        code = _engine.rename(target, path) or errno.EBUSY
+        if code != errno.EBUSY:
+            _engine.unlink(target)  # it could not be moved back
     if code:
         _log.info("cannot reuse %s: %s; writing a new file", path, os.strerror(code))
     return code == 0

@@ -48,6 +48,7 @@ class Saving:
         begin_s: when the save was asked for (``time.perf_counter()``).
         reuse: the path of a shard that may be overwritten in place; its file moves into the new checkpoint.
         slot: saves in different slots are written at the same time, each by an engine of its own.
+        spill_nbytes: a fence may come and copy at most so much.
 
     Raises:
         CheckpointExistsError: the path exists.
@@ -66,8 +67,10 @@ class Saving:
         begin_s: float,
         reuse: str | None = None,
         slot: int = 0,
+        spill_nbytes: int = 0,
     ) -> None:
         self.config = config
+        self._slot = slot
         self.metadata = dict(metadata)
         self._begin_s = begin_s
         self._described = described
@@ -85,7 +88,9 @@ class Saving:
             recycled = reuse is not None and _recycle.adopt(reuse, target)
             with collector_paused():
                 sources = [described.sources[i] for i in self._layout.order]
-                self._pending = _writer.start_write(target, header, sources, config, reuse=recycled, slot=slot)
+                self._pending = _writer.start_write(
+                    target, header, sources, config, reuse=recycled, slot=slot, spill_nbytes=spill_nbytes
+                )
         except BaseException:
             self._commit.__exit__()
             raise
@@ -129,7 +134,7 @@ class Saving:
                 metadata=self.metadata,
                 totals=Totals(len(tensors), layout.nbytes, receipt.nbytes),
             )
-            manifest_receipt = self._commit.publish(encode_manifest(manifest, _engine.crc32c))
+            manifest_receipt = self._commit.publish(encode_manifest(manifest, _engine.crc32c), self._slot)
         except BaseException:
             self.abandon()
             raise
@@ -154,8 +159,7 @@ class Saving:
 
     def abandon(self) -> None:
         """Stop, and remove what was written."""
-        self.job.cancel()
-        self.job.wait()
+        self._pending.__exit__()
         self._commit.__exit__()
 
 

@@ -1,14 +1,25 @@
-"""Steps in a directory: their names, which are complete, which may go."""
+"""Steps in a directory: their names, which are complete, which are being read, which may go."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import re
-from collections.abc import Collection, Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-from fp_multi import _hidden
+from fp_multi import _hidden, _recycle
+from fp_multi.errors import CheckpointNotFoundError
 
-_STEP_NAME = re.compile(r"step_([0-9]+)")
+_STEP_NAME = re.compile(r"step_([0-9]{8,})")
+_SHOWN = 20
+_LOCK_TRIES = 1000
+_LOCK_PAUSE_S = 0.01
 
 
 def step_path(directory: str, step: int) -> str:
@@ -17,17 +28,24 @@ def step_path(directory: str, step: int) -> str:
 
 
 def complete_steps(directory: str) -> dict[int, str]:
-    """The committed steps of a directory and their paths, in order."""
+    """The committed steps of a directory and their paths, in order.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
     found = {}
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return {}
+    with _hidden.translated("list", directory):
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            return {}
     for name in names:
         match = _STEP_NAME.fullmatch(name)
-        path = os.path.join(directory, name)
-        if match and _hidden.is_checkpoint(path):
-            found[int(match[1])] = path
+        if match:
+            step, path = int(match[1]), os.path.join(directory, name)
+            # Only the one spelling that a step is saved under.
+            if path == step_path(directory, step) and _hidden.is_checkpoint(path):
+                found[step] = path
     return dict(sorted(found.items()))
 
 
@@ -53,3 +71,130 @@ def retired_steps(
         for step in ordered[: -max(keep, 1)]
         if step not in in_use and not (keep_every is not None and step % keep_every == 0)
     ]
+
+
+class Retention:
+    """Retires steps, and keeps the files of some for the next saves; thread-safe.
+
+    Args:
+        directory: where the steps are.
+        keep: the newest so many stay; None keeps all.
+        keep_every: steps that are a multiple of it stay, too.
+        spares: retired checkpoints to keep for :meth:`take` at most.
+        durable: whether names are to be gone for good before files are overwritten.
+    """
+
+    def __init__(self, directory: str, *, keep: int | None, keep_every: int | None, spares: int, durable: bool) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._keep_every = keep_every
+        self._most_spares = spares
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._reading: list[int] = []
+        self._spares: deque[_recycle.Retired] = deque()
+
+    def apply(self, busy: Collection[int]) -> list[_recycle.Retired]:
+        """Retire what the policy lets go.
+
+        Args:
+            busy: steps that stay.
+
+        Returns:
+            What the caller has to remove.
+        """
+        if self._keep is None:
+            return []
+        doomed = []
+        with self._lock:
+            steps = complete_steps(self._directory)
+            in_use = {*busy, *self._reading}
+            for step in retired_steps(steps, keep=self._keep, keep_every=self._keep_every, in_use=in_use):
+                retired = _recycle.retire(steps[step], durable=self._durable)
+                if retired is None:
+                    continue
+                if len(self._spares) < self._most_spares and retired.shard() is not None:
+                    self._spares.append(retired)
+                else:
+                    doomed.append(retired)
+        return doomed
+
+    def take(self) -> _recycle.Retired | None:
+        """A retired checkpoint whose file may be overwritten; the caller removes what is left."""
+        with contextlib.suppress(IndexError):
+            return self._spares.popleft()
+        return None
+
+    def close(self) -> list[_recycle.Retired]:
+        """Keep no more spares; returns those that there are, for the caller to remove."""
+        with self._lock:
+            self._most_spares = 0
+            spares = list(self._spares)
+            self._spares.clear()
+        return spares
+
+    def end(self) -> None:
+        """Remove all spares."""
+        for retired in self.close():
+            retired.remove()
+
+    @contextmanager
+    def reading(self, step: int | None) -> Iterator[tuple[int, str]]:
+        """Choose a step (None: the newest) and keep it from being retired, by other processes, too.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+        """
+        with self._lock:
+            chosen, path, lock = self._choose(step)
+            self._reading.append(chosen)
+        try:
+            yield chosen, path
+        finally:
+            with self._lock:
+                self._reading.remove(chosen)
+            if lock is not None:
+                _hidden.unlock(lock)
+
+    def _choose(self, step: int | None) -> tuple[int, str, int | None]:
+        while True:
+            steps = complete_steps(self._directory)
+            if not steps:
+                raise CheckpointNotFoundError(errno.ENOENT, "no complete step here", self._directory)
+            chosen = max(steps) if step is None else step
+            if chosen not in steps:
+                known = list(steps)
+                shown = ", ".join(map(str, known[-_SHOWN:]))
+                shown = f"the newest of {len(known)} are {shown}" if len(known) > _SHOWN else f"there are {shown}"
+                raise CheckpointNotFoundError(
+                    errno.ENOENT, f"step {chosen} is not here; {shown}", step_path(self._directory, chosen)
+                )
+            found, lock = _share(steps[chosen])
+            if found:
+                return chosen, steps[chosen], lock
+
+
+def _share(path: str) -> tuple[bool, int | None]:
+    """Lock a checkpoint against retention; whether it is (still) there, and the lock's descriptor if there is one."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return False, None
+        except OSError:
+            return True, None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Just being published, or just being retired: both take a moment only.
+            os.close(fd)
+            time.sleep(_LOCK_PAUSE_S)
+            continue
+        except OSError:
+            os.close(fd)
+            return True, None  # no locks on this file system
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return True, fd
+        _hidden.unlock(fd)
+    return os.path.isdir(path), None

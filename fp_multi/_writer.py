@@ -71,6 +71,7 @@ def start_write(
     *,
     reuse: bool = False,
     slot: int = 0,
+    spill_nbytes: int = 0,
 ) -> PendingWrite:
     """Start writing a file made of a header and tensors.
 
@@ -82,6 +83,7 @@ def start_write(
         reuse: overwrite an existing file in place and cut it to length: its blocks are allocated already, which is the
             fastest way to write there is. The old content is lost from the first moment.
         slot: files in different slots are written at the same time, each by an engine of its own.
+        spill_nbytes: a fence may come and copy at most so much; its memory is touched while the write runs.
     """
     parts = _staging.extents(header, sources, config.block_bytes)
     chunks = [len(header)] if header else []
@@ -100,6 +102,7 @@ def start_write(
             reuse=reuse,
             durable=config.durable,
             ready_nbytes=parts.ready_nbytes,
+            spill_nbytes=spill_nbytes,
             keepalive=parts.keepalive,
             **_engines.options(config),
         )
@@ -109,6 +112,6 @@ def start_write(
     return PendingWrite(path, sum(chunks), parts, job)
 
 
-def write_bytes(path: str, data: bytes, config: SaveConfig) -> ShardReceipt:
+def write_bytes(path: str, data: bytes, config: SaveConfig, slot: int = 0) -> ShardReceipt:
     """Write a small file with the same engine, checks and durability as a shard."""
-    return start_write(path, data, (), config).finish()[0]
+    return start_write(path, data, (), config, slot=slot).finish()[0]

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 import os
-import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from fp_multi import _commit, _eager, _recycle
+from fp_multi import _commit, _eager, _engines
+from fp_multi._advice import Advice
 from fp_multi._format import check_metadata
-from fp_multi._pending import OverlapReport, PendingSave
-from fp_multi._save import Saving
+from fp_multi._in_flight import InFlight, Progress
+from fp_multi._pending import PendingSave
 from fp_multi._stats import Stats
-from fp_multi._steps import complete_steps, retired_steps, step_path
+from fp_multi._steps import Retention, complete_steps
 from fp_multi._trace import Trace
 from fp_multi._tree import describe
-from fp_multi._types import Described, Selection
+from fp_multi._types import LeafSource, Selection, TensorBuilder
 from fp_multi.checkpoint import load
 from fp_multi.config import LoadConfig, SaveConfig
-from fp_multi.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError
+from fp_multi.errors import ConfigError
 
 Overlap = Literal["hybrid", "borrow", "snapshot"]
+
 _UNBOUNDED = (1 << 63) - 1
 
 
@@ -38,25 +37,28 @@ class Checkpointer:
     ``"snapshot"``: everything is copied first, at memory speed; the fence waits for the copy.
     ``"hybrid"``: borrows, and when the fence comes copies only what has not left yet.
 
-    A save that fails in the background raises at the next call of ``save``, ``wait_for_staging``, ``wait`` or
-    ``close``, once; the checkpoints that were complete stay as they are.
+    A save that fails in the background raises once, at the first of ``save``, ``wait_for_staging``, ``wait``,
+    ``close`` and :meth:`PendingSave.wait` that comes; the checkpoints that were complete stay as they are.
 
     Args:
         directory: where steps are kept; made if missing.
         overlap: the mode.
         keep: keep the newest so many steps; None keeps all.
-        keep_every: keep steps that are a multiple of it for good.
-        recycle: overwrite the files of retired steps in place instead of removing them: faster, and for one more
-            checkpoint's room on the drive. Needs ``keep``.
+        keep_every: keep steps that are a multiple of it for good. Needs ``keep``.
+        recycle: overwrite the files of retired steps in place instead of removing them: faster, for one more
+            checkpoint's room on the drive. Without ``keep`` nothing is retired.
         max_in_flight: saves that may be under way, 1 or 2; with more, ``save`` waits.
-        staging_bytes: most memory for copies at a fence; past it the fence waits for the drive. None: no limit.
+        staging_bytes: most memory for the copy of one save at a fence; past it the fence waits for the drive. None:
+            no limit.
         on_error: ``"raise"``, or ``"warn"`` to go on after a failed background save.
         config: how to write.
         load_config: how to read.
-        progress: called by a background thread after each completed step, with its :class:`OverlapReport`.
+        progress: called by a thread of its own about ten times a second while a step is saved, and once when that is
+            over, with its :class:`PendingSave`: ``progress``, ``done``, ``error`` and ``report`` tell.
 
     Raises:
         ConfigError: a setting is out of range.
+        StorageError: the directory cannot be made.
 
     Example:
         >>> import numpy as np, fp_multi as fp
@@ -82,7 +84,7 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         config: SaveConfig = SaveConfig(),
         load_config: LoadConfig = LoadConfig(),
-        progress: Callable[[OverlapReport], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if overlap not in ("hybrid", "borrow", "snapshot"):
             raise ConfigError(f'overlap must be "hybrid", "borrow" or "snapshot", found {overlap!r}')
@@ -95,6 +97,8 @@ class Checkpointer:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, found {value}")
+        if keep_every is not None and keep is None:
+            raise ConfigError("keep_every needs keep: without keep every step stays")
         if max_in_flight not in (1, 2):
             raise ConfigError(f"max_in_flight must be 1 or 2, found {max_in_flight}")
         self.directory = _commit.resolve(directory)
@@ -102,21 +106,28 @@ class Checkpointer:
         self.config = config
         self.load_config = load_config
         self.stats = Stats()
-        self._keep = keep
-        self._keep_every = keep_every
-        self._recycle = recycle and keep is not None
-        self._max_in_flight = max_in_flight
-        self._spill_nbytes = _UNBOUNDED if staging_bytes is None else staging_bytes
-        self._on_error = on_error
-        self._progress = progress
-        self._trace = Trace()
-        self._lock = threading.RLock()
-        self._pending: deque[PendingSave] = deque()
-        self._errors: deque[BaseException] = deque()
-        self._retired: deque[_recycle.Retired] = deque()
-        self._reading: list[int] = []
-        self._closed = False
         _commit.make_parents(self.directory, durable=config.durable)
+        complete_steps(self.directory)  # says now if it is no directory, or not ours to read
+        self._spill_nbytes = _UNBOUNDED if staging_bytes is None else staging_bytes
+        self._trace = Trace()
+        self._retention = Retention(
+            self.directory,
+            keep=keep,
+            keep_every=keep_every,
+            spares=max_in_flight if recycle else 0,
+            durable=config.durable,
+        )
+        self._in_flight = InFlight(
+            self.directory,
+            config,
+            self._retention,
+            most=max_in_flight,
+            warn=on_error == "warn",
+            spill_nbytes=0 if overlap == "borrow" else self._spill_nbytes,
+            progress=progress,
+            stats=self.stats,
+            trace=self._trace,
+        )
 
     # Saving
 
@@ -134,10 +145,11 @@ class Checkpointer:
 
         Args:
             step: its number, at least 0.
-            state: as for :func:`fp_multi.save`. Plain values are taken as they are now; arrays are read until the
-            fence.
+            state: as for :func:`fp_multi.save`. Plain values, arrays without axes and byte arrays are taken as they
+                are now; other arrays are read until the fence.
             metadata: strings to keep with it.
-            copy: subtrees whose arrays are copied before this returns, because they may change before the fence.
+            copy: subtrees whose arrays are copied before this returns, because they may change before the fence. If
+                they are more than 64 MiB, the whole state is copied, as in snapshot mode, and this waits for it.
             overwrite: replace the step if it exists.
             allow_pickle: as for :func:`fp_multi.save`.
 
@@ -146,156 +158,92 @@ class Checkpointer:
 
         Raises:
             UnsupportedLeafError: a leaf cannot be stored; nothing has been written.
-            CheckpointExistsError: the step exists.
-            FpMultiError: an earlier save failed in the background.
+            CheckpointExistsError: the step exists, or is being saved.
+            ConfigError: the step or the metadata cannot be, or the Checkpointer is closed.
+            EngineClosedError: this process was forked from the one that made the Checkpointer.
+            FpMultiError: an earlier save failed in the background. This one has not been started then.
         """
         self._require_open()
-        if step < 0:
-            raise ConfigError(f"step must be at least 0, found {step}")
+        number = _step_number(step)
         begin_s = time.perf_counter()
-        self._raise_errors()
+        self._in_flight.raise_errors()
         attached = check_metadata(metadata) or {}
         described = describe(state, allow_pickle=allow_pickle)
-        described, eager_nbytes = _eager.copy_selected(described, copy)
-        return self.start(step, described, attached, overwrite, eager_nbytes, begin_s)
-
-    def start(
-        self,
-        step: int,
-        described: Described,
-        metadata: Mapping[str, str],
-        overwrite: bool,
-        eager_nbytes: int,
-        begin_s: float,
-    ) -> PendingSave:
-        """The second half of :meth:`save`, for adapters that describe states themselves."""
-        queued_s = time.perf_counter()
-        self._make_room()
-        started_s = time.perf_counter()
-        path = step_path(self.directory, step)
-        if not overwrite and step in complete_steps(self.directory):
-            raise CheckpointExistsError(17, "this step exists; pass overwrite=True to replace it", path)
-        with self._lock:
-            retired = self._retired.popleft() if self._retired else None
-            slot = len(self._pending)
-        try:
-            saving = Saving(
-                described,
-                path,
-                self.config,
-                overwrite=overwrite,
-                metadata=metadata,
-                begin_s=begin_s,
-                reuse=retired.shard() if retired is not None else None,
-                slot=slot,
-            )
-        finally:
-            if retired is not None:
-                retired.remove()
-        if self.overlap == "snapshot":
-            saving.job.fence(self._spill_nbytes)
+        changing = _eager.selected(described, copy).union(
+            self.changing(described.sources), _eager.plain_values(described.sources)
+        )
+        eager_nbytes = _eager.nbytes_of(described, changing)
+        copies_all = eager_nbytes > _eager.MOST_NBYTES
+        if copies_all:
+            eager_nbytes = 0
+        elif eager_nbytes:
+            described = _eager.copy_indices(described, changing)
+        pending, queue_s = self._in_flight.start(
+            number,
+            described,
+            attached,
+            overwrite=overwrite,
+            eager_nbytes=eager_nbytes,
+            spill_nbytes=self._spill_nbytes if copies_all or self.overlap == "snapshot" else None,
+        )
+        if copies_all:
+            pending.wait_staged()
         end_s = time.perf_counter()
-        stall_s = end_s - begin_s - (started_s - queued_s)
-        report = OverlapReport(step, None, stall_s, started_s - queued_s, 0.0, 0, 0, eager_nbytes)
-        self._trace.span("training", f"save {step}", begin_s, end_s, step=step)
-        with self._lock:
-            pending = PendingSave(step, saving, report, self._finished)
-            self._pending.append(pending)
+        stalls = {"stall_save_s": end_s - begin_s - queue_s, "stall_queue_s": queue_s}
+        pending.add(**stalls)
+        pending.saved_s = end_s
+        self.stats.asked(number, begin_s)
+        self.stats.stalled(**stalls)
+        self._trace.span("training", f"save {number}", begin_s, end_s, step=number, queue_s=queue_s)
         return pending
+
+    def changing(self, sources: Sequence[LeafSource]) -> Iterable[int]:
+        """Which tensors of a state may change before the fence, by index; adapters that know override it.
+
+        :meth:`save` copies them, besides those that its caller names.
+        """
+        return ()
 
     def wait_for_staging(self) -> None:
         """The fence: returns when the states given to ``save`` may change.
 
         Raises:
-            FpMultiError: a save failed in the background.
+            FpMultiError: a save failed in the background. The states may change all the same.
         """
+        self._fence()
+        self._in_flight.raise_errors()
+
+    def _fence(self) -> None:
         begin_s = time.perf_counter()
-        with self._lock:
-            pending = list(self._pending)
+        pending = self._in_flight.pending()
         for one in pending:
-            one.fence(0 if self.overlap == "borrow" else self._spill_nbytes)
+            saved_s, one.saved_s = one.saved_s, None
+            if saved_s is not None:
+                self.stats.window(begin_s - saved_s)
+        pending = [one for one in pending if not one.staged]
+        if self.overlap != "borrow":
+            for one in pending:
+                one.let_go(self._spill_nbytes)
+        for one in pending:
+            since_s = time.perf_counter()
+            one.wait_staged()
+            stall_s = time.perf_counter() - since_s
+            one.add(stall_fence_s=stall_s)
+            self.stats.stalled(stall_fence_s=stall_s)
         if pending:
             self._trace.span("training", "fence", begin_s, time.perf_counter())
-        self._raise_errors()
 
     def wait(self) -> None:
-        """Return when every save is complete and on the drive.
+        """Return when every save that was asked for is complete and on the drive.
 
         Raises:
             FpMultiError: a save failed in the background.
         """
-        while True:
-            with self._lock:
-                pending = self._pending[0] if self._pending else None
-            if pending is None:
-                break
-            pending.join()
-        self._raise_errors()
-
-    def _make_room(self) -> None:
-        while True:
-            with self._lock:
-                if len(self._pending) < self._max_in_flight:
-                    return
-                oldest = self._pending[0]
-            oldest.join()
-
-    def _finished(self, pending: PendingSave) -> None:
-        """Runs in the save's thread, when it is complete or has failed."""
-        report = pending.report
-        if pending.error is not None:
-            with self._lock:
-                self._errors.append(pending.error)
-        else:
-            self.stats.add(report)
-            self._trace_save(report)
-            self._retire()
-        with self._lock:
-            self._pending.remove(pending)
-        if pending.error is None and self._progress is not None:
-            self._progress(report)
-
-    def _trace_save(self, report: OverlapReport) -> None:
-        save = report.save
-        if save is None:
-            return
-        end_s = save.begin_s + save.elapsed_s
-        commit_s = end_s - save.commit_s
-        flush_s = commit_s - save.fsync_s
-        facts = {"step": report.step, "GB/s": round(save.gbytes_per_s, 3)}
-        self._trace.span("drive", f"write {report.step}", flush_s - save.write_s, flush_s, **facts)
-        self._trace.span("drive", f"fsync {report.step}", flush_s, commit_s)
-        self._trace.span("commit", f"commit {report.step}", commit_s, end_s)
-
-    def _retire(self) -> None:
-        with self._lock:
-            in_use = tuple(self._reading)
-        steps = complete_steps(self.directory)
-        for step in retired_steps(steps, keep=self._keep, keep_every=self._keep_every, in_use=in_use):
-            retired = _recycle.retire(steps[step])
-            if retired is None:
-                continue
-            with self._lock:
-                spare = self._recycle and not self._closed and len(self._retired) < self._max_in_flight
-                if spare and retired.shard() is not None:
-                    self._retired.append(retired)
-                    continue
-            retired.remove()
-
-    # Errors
-
-    def _raise_errors(self) -> None:
-        with self._lock:
-            error = self._errors.popleft() if self._errors else None
-        if error is None:
-            return
-        if self._on_error == "raise":
-            raise error
-        warnings.warn(f"a background save failed and was given up: {error}", RuntimeWarning, stacklevel=3)
+        self._in_flight.join()
+        self._in_flight.raise_errors()
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise ConfigError(f"{self.directory}: the Checkpointer is closed")
+        self._in_flight.require_open()
 
     # Restoring
 
@@ -308,46 +256,104 @@ class Checkpointer:
         steps = self.steps()
         return steps[-1] if steps else None
 
-    def restore(self, step: int | None = None, **options: Any) -> tuple[int, Any]:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        target: Any = None,
+        only: Selection | None = None,
+        inplace: bool = False,
+        allow_pickle: bool = False,
+        tensor_builder: TensorBuilder | None = None,
+    ) -> tuple[int, Any]:
         """Load a step.
+
+        Retention leaves it alone meanwhile, in whatever process that runs.
 
         Args:
             step: which; None for the newest complete one.
-            **options: ``target``, ``only``, ``inplace``, ``allow_pickle``, ``tensor_builder`` of :func:`fp_multi.load`.
+            target: as for :func:`fp_multi.load`, like all below.
+            only: subtrees to load.
+            inplace: fill the target's own arrays; waits for the fence first.
+            allow_pickle: unpickle leaves that were pickled.
+            tensor_builder: makes a framework's tensors.
 
         Returns:
             The step and the state.
 
         Raises:
-            CheckpointNotFoundError: there is no such step.
+            CheckpointNotFoundError: there is no such step; the message names those that there are.
             FpMultiError: whatever :func:`fp_multi.load` raises.
         """
-        with self._reserved(step) as (chosen, path):
-            return chosen, load(path, config=self.load_config, **options)
-
-    @contextmanager
-    def _reserved(self, step: int | None) -> Iterator[tuple[int, str]]:
-        # Chosen and reserved in one: retention must not take the step in between.
-        with self._lock:
-            chosen = self.latest_step() if step is None else step
-            if chosen is None:
-                raise CheckpointNotFoundError(2, "no complete step here", self.directory)
-            self._reading.append(chosen)
-        try:
-            yield chosen, step_path(self.directory, chosen)
-        finally:
-            with self._lock:
-                self._reading.remove(chosen)
+        self._in_flight.require_here()
+        if inplace:
+            self._fence()
+        with self._retention.reading(step) as (chosen, path):
+            return chosen, load(
+                path,
+                target=target,
+                only=only,
+                inplace=inplace,
+                config=self.load_config,
+                allow_pickle=allow_pickle,
+                tensor_builder=tensor_builder,
+            )
 
     # Seeing it
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a timeline in Chrome's trace format: training, fences, writes, flushes, commits."""
+        """Write a timeline in Chrome's trace format: training, fences, staging, writes, flushes, commits.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         self._trace.export(path)
 
     def trace_span(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
-        """Add something of the caller's to the timeline; times are ``time.perf_counter()``."""
+        """Add something of the caller's to the timeline; times are ``time.perf_counter()``.
+
+        A span of the lane ``"steps"`` is a whole training step: :meth:`advise` takes its length from there.
+        """
         self._trace.span(lane, name, begin_s, end_s)
+        if lane == "steps":
+            self.stats.stepped(end_s - begin_s)
+
+    def advise(
+        self,
+        *,
+        mtbf_s: float,
+        overhead: float = 0.05,
+        step_s: float | None = None,
+        forward_backward_s: float | None = None,
+        nbytes: int | None = None,
+        bytes_per_s: float | None = None,
+        stall_s: float | None = None,
+    ) -> Advice:
+        """How often to save, from what was measured so far; what is given here is taken instead.
+
+        Args:
+            mtbf_s: mean time between failures of the whole job, in seconds.
+            overhead: share of the training time that saving may cost.
+            step_s: time of a training step without saving.
+            forward_backward_s: the part of it in which the state does not change.
+            nbytes: size of a checkpoint.
+            bytes_per_s: rate of the drive beside training.
+            stall_s: what training waits for each save.
+
+        Returns:
+            Numbers; ``str()`` of it says them in words.
+
+        Raises:
+            ConfigError: something is out of range, or neither given nor measured yet.
+        """
+        given = {
+            "step_s": step_s,
+            "forward_backward_s": forward_backward_s,
+            "nbytes": nbytes,
+            "bytes_per_s": bytes_per_s,
+            "stall_s": stall_s,
+        }
+        return self.stats.advise(mtbf_s, overhead, given)
 
     # The end
 
@@ -357,15 +363,15 @@ class Checkpointer:
         Raises:
             FpMultiError: a save failed in the background.
         """
-        with self._lock:
-            self._closed = True
+        if not self._in_flight.is_here:
+            return
+        self._in_flight.close()
         try:
-            self.wait()
+            self._in_flight.join()
         finally:
-            with self._lock:
-                retired, self._retired = list(self._retired), deque()
-            for one in retired:
-                one.remove()
+            self._in_flight.end()
+            _engines.release_memory()
+        self._in_flight.raise_errors()
 
     def __enter__(self) -> Self:
         return self
@@ -377,3 +383,13 @@ class Checkpointer:
             # The exception that ended the block matters more; the failed save is in the log.
             if kind is None:
                 raise
+
+
+def _step_number(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"step must be an integer, found {step!r}") from None
+    if number < 0:
+        raise ConfigError(f"step must be at least 0, found {number}")
+    return number

@@ -75,7 +75,7 @@ def test_a_killed_training_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     kill_after(train(killed), killed / "losses.log", 4)
     kill_after(train(killed), killed / "saves.log", 7)
     output = finish(train(killed))
-    assert output.startswith("resumed from step_0000")
+    assert output.startswith("resumed from step ")
     finish(train(calm))
     finish(train(calm))  # done already: adds nothing
 

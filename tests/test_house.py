@@ -27,7 +27,7 @@ LEVELS = (
     # nothing of ours
     {"errors", "_engine", "_collector", "_version"},
     # the vocabulary
-    {"config", "_types", "_hidden"},
+    {"config", "_types", "_hidden", "_advice", "_crew"},
     # pure facts: dtypes, nodes, the manifest's members, layout; and what adapters registered
     {"_dtypes", "_nodes", "_manifest", "_layout", "_registry", "_engines"},
     # format and tree, in parts
@@ -40,9 +40,9 @@ LEVELS = (
     {"_commit"},
     {"_recycle"},
     {"_save"},
-    {"_eager", "_pending", "_steps", "_trace"},
-    {"_stats"},
-    {"_ceiling"},
+    {"_eager", "_pending", "_steps"},
+    {"_stats", "_trace"},
+    {"_ceiling", "_in_flight"},
     # the stories
     {"checkpoint", "_safetensors"},
     {"_verify", "checkpointer"},
@@ -56,7 +56,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "orbax", "tensorstore", "lightni
 COMMAND_LINE = {"typer", "rich"}
 
 PUBLIC = {
-    *("save", "load", "verify", "read_manifest", "Checkpointer", "PendingSave", "OverlapReport"),
+    *("save", "load", "verify", "read_manifest", "Checkpointer", "PendingSave", "OverlapReport", "Advice"),
     *("save_safetensors", "load_safetensors", "read_safetensors_header"),
     *("SaveConfig", "LoadConfig", "SaveReport", "VerifyReport"),
     *("errors", "FpMultiError"),

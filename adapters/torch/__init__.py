@@ -19,15 +19,18 @@ import torch
 from fp_multi import TensorType, register_tensor_type
 
 from ._builder import assign
+from ._capture import capture as capture
+from ._capture import resume as resume
 from ._describe import describe, spec
 from ._device import pin
 from ._extensions import register_extensions
 from ._safetensors import load_file as load_file
 from ._safetensors import save_file as save_file
+from .checkpointer import Checkpointer as Checkpointer
 from .state_dict import load as load
 from .state_dict import save as save
 
-__all__ = ["save", "load", "save_file", "load_file"]
+__all__ = ["save", "load", "save_file", "load_file", "Checkpointer", "capture", "resume"]
 
 # One registration covers every subclass; describe() refuses those that it cannot store exactly.
 register_tensor_type(torch.Tensor, TensorType(describe=describe, pin=pin, spec=spec, assign=assign))

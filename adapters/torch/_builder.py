@@ -50,6 +50,16 @@ def make_builder(map_location: MapLocation = None) -> TensorBuilder:
     return build
 
 
+def builder_for(map_location: MapLocation, *, inplace: bool) -> TensorBuilder:
+    """The builder of a load.
+
+    Args:
+        map_location: where tensors go.
+        inplace: they are copied into tensors that exist: then they need not visit the device they were saved on.
+    """
+    return make_builder("cpu" if inplace and map_location is None else map_location)
+
+
 def assign(tensor: torch.Tensor, value: Any) -> None:
     """Copy a loaded tensor into an existing one, bit by bit.
 

@@ -10,7 +10,7 @@ from fp_multi import SaveReport
 from fp_multi.config import LoadConfig, SaveConfig
 from fp_multi.errors import ConfigError
 
-from ._builder import make_builder
+from ._builder import builder_for
 from ._location import MapLocation
 
 
@@ -116,6 +116,5 @@ def load(
         inplace=inplace,
         config=config,
         allow_pickle=allow_pickle,
-        # What is copied into tensors that exist need not visit the device it was saved on.
-        tensor_builder=make_builder("cpu" if inplace and map_location is None else map_location),
+        tensor_builder=builder_for(map_location, inplace=inplace),
     )

@@ -50,6 +50,7 @@ int Arena::reserve(size_t block_bytes, size_t blocks) {
   block_bytes_ = block_bytes;
   const size_t needed = block_bytes * blocks;
   if (memory_.size() >= needed) return 0;
+  touched_ = 0;
   if (const int error = memory_.map(align_up(needed, kHugePage), kHugePage)) return error;
   ::madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
   return 0;

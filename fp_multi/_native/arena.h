@@ -1,5 +1,6 @@
 // Memory that the engine and its users allocate in large, aligned pieces.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -39,13 +40,20 @@ class Arena {
   char* block(size_t index) const { return memory_.data() + index * block_bytes_; }
   size_t block_bytes() const { return block_bytes_; }
   size_t nbytes() const { return memory_.size(); }
-  void release() { memory_.release(); }
+  void release() {
+    memory_.release();
+    touched_ = 0;
+  }
+  // How far from its start the memory is known to have been used before.
+  size_t touched() const { return touched_.load(std::memory_order_relaxed); }
+  void set_touched(size_t nbytes) { touched_.store(nbytes, std::memory_order_relaxed); }
   // Leaves the memory mapped for ever: the kernel may still be writing to it.
   void abandon();
 
  private:
   Mapping memory_;
   size_t block_bytes_ = 0;
+  std::atomic<size_t> touched_{0};
 };
 
 }  // namespace fp

@@ -126,11 +126,12 @@ Write submit_write(fp::Engine& engine, const FsPath& path, U64<2> extents, U64<1
                    const std::vector<std::tuple<uint64_t, std::vector<uint64_t>, std::vector<int64_t>>>& layouts,
                    uint64_t block_bytes, unsigned queue_depth, unsigned copy_threads, const std::string& io_uring,
                    const std::string& direct, const std::string& dontcache, bool reuse, bool durable,
-                   uint64_t ready_nbytes, nb::object keepalive) {
+                   uint64_t ready_nbytes, uint64_t spill_nbytes, nb::object keepalive) {
   fp::WriteOptions options;
   set_options(options, block_bytes, queue_depth, copy_threads, io_uring, direct, dontcache);
   options.reuse = reuse;
   options.durable = durable;
+  options.spill_nbytes = spill_nbytes;
   if (extents.shape(1) != 3) throw std::invalid_argument("extents has three columns");
   std::vector<std::unique_ptr<fp::Strides>> strides;
   for (const auto& [itemsize, shape, steps] : layouts) {
@@ -304,10 +305,12 @@ NB_MODULE(_engine, m) {
   nb::class_<fp::Engine>(m, "Engine")
       .def(nb::init<>())
       .def_prop_ro("usable", &fp::Engine::usable)
+      .def("release_memory", &fp::Engine::release_memory)
       .def("close", &fp::Engine::close, NoGil())
       .def("submit_write", &submit_write, "path"_a, "extents"_a, "chunk_nbytes"_a, "layouts"_a, nb::kw_only(),
            "block_bytes"_a, "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a,
-           "reuse"_a = false, "durable"_a = true, "ready_nbytes"_a = ~0ull, "keepalive"_a = nb::none())
+           "reuse"_a = false, "durable"_a = true, "ready_nbytes"_a = ~0ull, "spill_nbytes"_a = 0,
+           "keepalive"_a = nb::none())
       .def("submit_read", &submit_read, "path"_a, "ops"_a, "segments"_a, "chunks"_a, nb::kw_only(), "block_bytes"_a,
            "queue_depth"_a, "copy_threads"_a, "io_uring"_a, "direct"_a, "dontcache"_a, "keepalive"_a = nb::none());
   bind_job<Write>(m, "WriteJob")

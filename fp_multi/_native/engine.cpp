@@ -20,6 +20,15 @@ namespace {
 constexpr unsigned kRingEntries = 64;  // small: ring memory counts against RLIMIT_MEMLOCK on some kernels
 constexpr unsigned kIoThreads = 4;     // enough to saturate a drive with requests of megabytes
 
+class ReleaseJob final : public Job {
+ public:
+  void run(Workshop& workshop) override { workshop.spill().release(); }
+  const std::string& path() const override { return path_; }
+
+ private:
+  const std::string path_;
+};
+
 }  // namespace
 
 double monotonic_s() {
@@ -160,6 +169,8 @@ bool Engine::submit(std::shared_ptr<Job> job) {
   state_->changed.notify_one();
   return true;
 }
+
+void Engine::release_memory() { submit(std::make_shared<ReleaseJob>()); }
 
 void Engine::close() {
   if (::getpid() != pid_) return;

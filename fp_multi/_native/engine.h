@@ -19,6 +19,8 @@ class Engine {
 
   // False if the engine is closed or belongs to another process.
   bool submit(std::shared_ptr<Job> job);
+  // Gives the memory for copies at fences back, once the jobs that are queued now are done.
+  void release_memory();
   // Finishes queued jobs, then ends the thread. Idempotent.
   void close();
   bool usable() const;

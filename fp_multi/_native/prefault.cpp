@@ -25,6 +25,13 @@ unsigned spare_cpus() {
 
 }  // namespace
 
+bool populate(char* memory, uint64_t nbytes) {
+  // The edges may belong to somebody else.
+  const uint64_t begin = align_up(reinterpret_cast<uint64_t>(memory), kPage);
+  const uint64_t end = align_down(reinterpret_cast<uint64_t>(memory) + nbytes, kPage);
+  return begin >= end || ::madvise(reinterpret_cast<void*>(begin), end - begin, kMadvPopulateWrite) == 0;
+}
+
 Prefault::Prefault(std::vector<Range> ranges) : ranges_(std::move(ranges)) {
   uint64_t total = 0;
   for (const Range& range : ranges_) total += range.nbytes;
@@ -50,10 +57,7 @@ void Prefault::loop() {
     if (i >= ranges_.size()) return;
     const Range& range = ranges_[i];
     if (range.offset < position_.load(std::memory_order_relaxed)) continue;
-    // Whole pages inside the range: its edges may belong to somebody else.
-    const uint64_t begin = align_up(reinterpret_cast<uint64_t>(range.memory), kPage);
-    const uint64_t end = align_down(reinterpret_cast<uint64_t>(range.memory) + range.nbytes, kPage);
-    if (begin < end && ::madvise(reinterpret_cast<void*>(begin), end - begin, kMadvPopulateWrite) != 0) return;
+    if (!populate(range.memory, range.nbytes)) return;
   }
 }
 

@@ -8,6 +8,9 @@
 
 namespace fp {
 
+// Makes the kernel find and clear the whole pages inside the range now. False where it cannot (before Linux 5.14).
+bool populate(char* memory, uint64_t nbytes);
+
 class Prefault {
  public:
   // Memory that bytes of the file from `offset` on will be written to.

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
+#include <thread>
 
 #include "align.h"
+#include "prefault.h"
 
 namespace fp {
 namespace {
@@ -73,7 +76,9 @@ IoError WriteJob::open(TargetFile& file) {
 void WriteJob::fence(uint64_t spill_nbytes) {
   {
     std::lock_guard lock(mutex_);
-    spill_limit_.store(spill_nbytes, std::memory_order_release);
+    // Never more than was announced: memory that is being touched does not move.
+    const uint64_t most = options_.spill_nbytes ? options_.spill_nbytes : spill_nbytes;
+    spill_limit_.store(std::min(spill_nbytes, most), std::memory_order_release);
   }
   changed_.notify_all();
 }
@@ -84,6 +89,17 @@ void WriteJob::set_staged(uint64_t nbytes) {
     staged_.store(nbytes, std::memory_order_release);
   }
   changed_.notify_all();
+}
+
+void WriteJob::touch_spill(Arena& spill) {
+  const uint64_t most = std::min(options_.spill_nbytes, source_->nbytes());
+  // The drive takes away from one end what this adds at the other: where both meet nothing more is needed.
+  while (!written_.load(std::memory_order_relaxed)) {
+    const uint64_t begin = spill.touched(), end = std::min(begin + kSpillStep, most);
+    if (begin >= std::min(most, source_->nbytes() - staged_nbytes())) return;
+    if (!populate(spill.block(0) + begin, end - begin)) return;
+    spill.set_touched(end);
+  }
 }
 
 bool WriteJob::let_go(Workshop& workshop, Pool& pool) {
@@ -138,6 +154,18 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
     moved_.store(stats.buffered_nbytes + transfer.moved_nbytes(), std::memory_order_relaxed);
   };
 
+  Arena& spill = workshop.spill();
+  const uint64_t spill_nbytes = std::min(options_.spill_nbytes, total);
+  std::thread toucher;
+  if (spill_nbytes && spill.reserve(kHugePage, align_up(spill_nbytes, kHugePage) / kHugePage) == 0 &&
+      spill.touched() < spill_nbytes) {
+    const SignalsBlocked blocked;
+    try {
+      toucher = std::thread([this, &spill] { touch_spill(spill); });
+    } catch (const std::system_error&) {
+      // The copy touches the memory itself.
+    }
+  }
   uint64_t next = 0;  // sent to the drive, or on its way
   while (next < total && !transfer.error()) {
     if (cancelled()) {
@@ -171,6 +199,8 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
     next = end;
     settle(false);
   }
+  written_ = true;
+  if (toucher.joinable()) toucher.join();
   while (!transfer.idle() && !transfer.broken()) settle(true);
   if (transfer.broken()) workshop.discard_backend(&backend);
   error = transfer.error();

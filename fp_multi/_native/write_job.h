@@ -11,8 +11,10 @@
 namespace fp {
 
 struct WriteOptions : IoOptions {
-  bool reuse = false;    // overwrite an existing file in place and cut it to length
-  bool durable = true;   // fdatasync
+  bool reuse = false;   // overwrite an existing file in place and cut it to length
+  bool durable = true;  // fdatasync
+  // A fence may come, and copy at most so much: memory for it is touched ahead, as far as it may still be needed.
+  uint64_t spill_nbytes = 0;
   unsigned mode = 0666;  // before the umask
 };
 
@@ -41,6 +43,8 @@ class WriteJob final : public Job {
  private:
   IoError open(TargetFile& file);
   void transfer(Workshop& workshop, Backend& backend, TargetFile& file);
+  // Runs beside the write, in a thread of its own, until memory for all that is left has been touched.
+  void touch_spill(Arena& spill);
   // Copies the next part of what is to be let go; false if there is nothing (more) to copy now.
   bool let_go(Workshop& workshop, Pool& pool);
   void send(Transfer& transfer, TargetFile& file, uint64_t tag, char* data, uint64_t begin, uint64_t end);
@@ -54,6 +58,7 @@ class WriteJob final : public Job {
   const WriteOptions options_;
   std::atomic<uint64_t> staged_{0};
   std::atomic<uint64_t> spill_limit_{0};
+  std::atomic<bool> written_{false};
   // [spill_begin_, staged_) is in the spill memory, which ends with the file. Used by the engine's thread only.
   uint64_t spill_begin_ = ~0ull;
   std::atomic<uint64_t> ready_{~0ull};
