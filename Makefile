@@ -61,6 +61,7 @@ bench: setup ## this drive's raw ceiling, saves and loads against their peers, w
 	$(BIN)/python benchmarks/load_throughput.py
 	$(BIN)/python benchmarks/save_throughput.py --many-leaves
 	$(BIN)/python benchmarks/load_throughput.py --many-leaves
+	$(BIN)/python benchmarks/stall_time.py
 	$(BIN)/python benchmarks/import_cost.py
 
 asan: $(VENV)/.packages ## the native tests under the address and undefined-behaviour sanitizers

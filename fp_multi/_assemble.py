@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from fp_multi import _reader
 from fp_multi._collector import collector_paused
 from fp_multi._dtypes import itemsize, numpy_dtype
 from fp_multi._format import Manifest, Tensor
+from fp_multi._hidden import translated
 from fp_multi._layout import I64, box_runs, chunk_count
 from fp_multi._types import HostTensor, TensorBuilder
 from fp_multi.config import LoadConfig
@@ -22,6 +24,7 @@ from fp_multi.errors import (
     CorruptCheckpointError,
     MissingShardError,
     PickleRefusedError,
+    StorageError,
     TruncatedShardError,
 )
 
@@ -41,8 +44,11 @@ def shard_faults(directory: str, manifest: Manifest) -> list[CorruptCheckpointEr
     for shard in manifest.shards:
         path = os.path.join(directory, shard.file)
         try:
-            found = os.stat(path).st_size
-        except FileNotFoundError:
+            with translated("stat", path):
+                found = os.stat(path).st_size
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
             faults.append(MissingShardError(f"{path}: the shard is missing", shard=shard.file))
             continue
         if found != shard.nbytes:

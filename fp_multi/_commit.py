@@ -157,14 +157,16 @@ class DirectoryCommit(_Work):
         """
         receipt = _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
         self._fsync(self.path)  # the names of the files; their bytes are flushed already
-        with translated("rename", self.target):
-            old = self._swap()
-        self.published = True
-        try:
-            self._fsync(self.parent)
-        except StorageError:
-            self.published = not self._undo(old)
-            raise
+        # A checkpoint that is replaced stays locked, and so out of every sweep, until its successor is durable.
+        with held(self.target):
+            with translated("rename", self.target):
+                old = self._swap()
+            self.published = True
+            try:
+                self._fsync(self.parent)
+            except StorageError:
+                self.published = not self._undo(old)
+                raise
         if old is not None:
             remove_tree(old)  # step 9: only after the new one is durable
         return receipt
@@ -205,8 +207,18 @@ class DirectoryCommit(_Work):
     def _undo(self, old: str | None) -> bool:
         """Give the name back to what was there; False where that fails: both are left as they are."""
         if old is None:
-            return _engine.rename(self.target, self.path, _NOREPLACE) == 0
-        return _engine.rename(self.target, old, _EXCHANGE) == 0
+            code = _engine.rename(self.target, self.path, _NOREPLACE)
+            return (_engine.rename(self.target, self.path) if code in _NO_RENAMEAT2 else code) == 0
+        code = _engine.rename(self.target, old, _EXCHANGE)
+        if code not in _NO_RENAMEAT2:
+            return code == 0
+        aside = work_name(self.target, "tmp")
+        if _engine.rename(self.target, aside):
+            return False
+        if _engine.rename(old, self.target):
+            _engine.rename(aside, self.target)
+            return False
+        return _engine.rename(aside, self.path) == 0
 
 
 class FileCommit(_Work):

@@ -92,7 +92,12 @@ class Crew:
                 # Daemons, because the interpreter would otherwise wait for them before it tells us to end.
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+                    break  # fewer are enough, only slower
                 self._threads.append(thread)
             self._tasks.put(task)
 

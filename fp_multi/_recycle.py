@@ -112,7 +112,7 @@ def retire(path: str, *, durable: bool) -> Retired | None:
     # The old name must be gone for good before its shard is overwritten: after a power cut it would be back.
     failed = _engine.fsync_path(os.path.dirname(path)) if durable else 0
     if failed:
-        _log.warning("cannot flush %s: %s; %s is left", os.path.dirname(path), os.strerror(failed), hidden)
+        _log.warning("cannot flush %s: %s; %s is swept, not reused", os.path.dirname(path), os.strerror(failed), hidden)
         _hidden.unlock(lock)
         return None
     _engine.unlink(os.path.join(hidden, _hidden.MANIFEST))

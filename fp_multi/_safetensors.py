@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +21,20 @@ from fp_multi._format import (
     encode_header,
     header_nbytes,
 )
+from fp_multi._hidden import translated
 from fp_multi._layout import lay_out
 from fp_multi._tree import describe
 from fp_multi._types import SaveReport, TensorBuilder
 from fp_multi.config import LoadConfig, SaveConfig
-from fp_multi.errors import CheckpointNotFoundError, KeyNotFoundError, UnsupportedLeafError
+from fp_multi.errors import (
+    CheckpointNotFoundError,
+    FpMultiError,
+    KeyNotFoundError,
+    StorageError,
+    UnsupportedLeafError,
+)
+
+_REPLACED_TRIES = 20
 
 
 def save_safetensors(
@@ -102,14 +112,28 @@ def save_safetensors(
     )
 
 
-def _read_head(path: str) -> tuple[bytes, int]:
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            return prefix + file.read(header_nbytes(prefix, size, path) - len(prefix)), size
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(2, "no such file", path) from error
+class _Identity(NamedTuple):
+    """Differs when another file is at the path."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+
+def _identity(stat: os.stat_result) -> _Identity:
+    return _Identity(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _read_head(path: str) -> tuple[bytes, _Identity]:
+    with translated("read", path):
+        try:
+            with open(path, "rb") as file:
+                found = _identity(os.fstat(file.fileno()))
+                prefix = file.read(8)
+                return prefix + file.read(header_nbytes(prefix, found.nbytes, path) - len(prefix)), found
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(2, "no such file", path) from error
 
 
 def read_safetensors_header(
@@ -133,8 +157,8 @@ def read_safetensors_header(
         (2, 2)
     """
     file = os.fspath(path)
-    head, size = _read_head(file)
-    return decode_header(head, size, file), decode_header_metadata(head, size, file)
+    head, found = _read_head(file)
+    return decode_header(head, found.nbytes, file), decode_header_metadata(head, found.nbytes, file)
 
 
 def load_safetensors(
@@ -168,9 +192,31 @@ def load_safetensors(
         ['w']
     """
     file = os.fspath(path)
-    head, size = _read_head(file)
+    wanted = None if names is None else list(dict.fromkeys(names))
+    for _ in range(_REPLACED_TRIES):
+        head, found = _read_head(file)
+        try:
+            values = _load(file, head, found.nbytes, wanted, config, tensor_builder)
+        except FpMultiError:
+            if _read_head(file)[1] == found:
+                raise
+        else:
+            # No checksum would notice the header of one file and the data of the one that replaced it.
+            if _read_head(file)[1] == found:
+                return values
+    raise StorageError(errno.EBUSY, "read", file, hint="the file is replaced again and again")
+
+
+def _load(
+    file: str,
+    head: bytes,
+    size: int,
+    names: list[str] | None,
+    config: LoadConfig,
+    tensor_builder: TensorBuilder | None,
+) -> dict[str, Any]:
     entries = decode_header(head, size, file)
-    chosen = list(entries) if names is None else list(names)
+    chosen = list(entries) if names is None else names
     missing = [name for name in chosen if name not in entries]
     if missing:
         raise KeyNotFoundError(f"{file}: no tensor named {missing[0]!r}")

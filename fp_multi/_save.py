@@ -86,6 +86,8 @@ class Saving:
         try:
             target = os.path.join(self._commit.path, self._file)
             recycled = reuse is not None and _recycle.adopt(reuse, target)
+            if reuse is not None and not recycled:
+                _commit.require_space(self._commit.parent, needed)
             with collector_paused():
                 sources = [described.sources[i] for i in self._layout.order]
                 self._pending = _writer.start_write(

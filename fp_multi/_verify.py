@@ -11,6 +11,7 @@ import numpy as np
 from fp_multi import _assemble, _reader
 from fp_multi._dtypes import safetensors_code, stored_shape
 from fp_multi._format import HeaderEntry, Manifest, decode_header
+from fp_multi._hidden import translated
 from fp_multi._layout import chunk_sizes
 from fp_multi._types import VerifyReport
 from fp_multi.checkpoint import on_one_checkpoint
@@ -116,7 +117,8 @@ def _check_shard(
     shard = manifest.shards[number]
     path = os.path.join(directory, shard.file)
     chunks = _chunks(manifest, number)
-    present = os.stat(path).st_size
+    with translated("stat", path):
+        present = os.stat(path).st_size
     lost = [chunk for chunk in chunks if chunk[0] + chunk[1] > present]
     chunks = [chunk for chunk in chunks if chunk[0] + chunk[1] <= present]
     faults: list[CorruptCheckpointError] = [
@@ -150,7 +152,7 @@ def _name(manifest: Manifest, index: int | None) -> str | None:
 def _check_header(path: str, manifest: Manifest, number: int) -> list[CorruptCheckpointError]:
     """The shard as other software sees it: its header must say the same as the manifest."""
     shard = manifest.shards[number]
-    with open(path, "rb") as file:
+    with translated("read", path), open(path, "rb") as file:
         head = file.read(shard.header_nbytes)
     try:
         found = decode_header(head, shard.nbytes, path)

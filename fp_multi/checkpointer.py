@@ -314,6 +314,8 @@ class Checkpointer:
 
         A span of the lane ``"steps"`` is a whole training step: :meth:`advise` takes its length from there.
         """
+        if not self._in_flight.is_here:
+            return  # in a forked child, whose parent's threads may have held the locks
         self._trace.span(lane, name, begin_s, end_s)
         if lane == "steps":
             self.stats.stepped(end_s - begin_s)

@@ -431,3 +431,20 @@ def test_a_file_never_replaces_what_is_no_file(tmp_path):
             save_file(tmp_path / name, 1)
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
     assert sorted(os.listdir(tmp_path)) == ["directory", "fifo"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_failed_last_flush_is_undone_without_renameat2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    if old:
+        fp.save({"v": 1}, tmp_path / "c")
+    rename, fsync_path = _engine.rename, _engine.fsync_path
+    monkeypatch.setattr(_engine, "rename", lambda a, b, mode=0: errno.EINVAL if mode else rename(a, b))
+    monkeypatch.setattr(_engine, "fsync_path", lambda p: errno.EIO if p == str(tmp_path) else fsync_path(p))
+    with pytest.raises(fp.errors.StorageError, match="fsync"):
+        fp.save({"v": 2}, tmp_path / "c", overwrite=old)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == (["c"] if old else [])
+    if old:
+        assert fp.load(tmp_path / "c") == {"v": 1}

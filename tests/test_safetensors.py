@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from safetensors import numpy as stock
 
 import fp_multi as fp
-from fp_multi import errors
+from fp_multi import _reader, errors
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -51,6 +52,8 @@ def test_we_read_stock_at_any_alignment(tmp_path: Path, padding: int) -> None:
             assert found[name].shape == array.shape
             assert found[name].tobytes() == array.tobytes()
     assert list(fp.load_safetensors(tmp_path / "f.safetensors", names=["odd", "0d"])) == ["odd", "0d"]
+    twice = fp.load_safetensors(tmp_path / "f.safetensors", names=["paged", "paged"])
+    assert twice["paged"].tobytes() == contiguous["paged"].tobytes()
     with pytest.raises(errors.KeyNotFoundError, match="'nope'"):
         fp.load_safetensors(tmp_path / "f.safetensors", names=["nope"])
 
@@ -64,6 +67,29 @@ def test_a_file_is_replaced_atomically_and_alone(tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     with pytest.raises(errors.CheckpointExistsError, match="nothing is replaced"):
         fp.save_safetensors({"a": np.ones(5)}, tmp_path / "dir")
+
+
+def test_a_file_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.safetensors"
+    fp.save_safetensors({"a": np.zeros(5), "b": np.zeros(70_000)}, path)
+    real, calls = _reader.read_ranges, []
+
+    def replaced_meanwhile(*args: Any, **options: Any) -> Any:
+        if not calls:  # between the header and the data
+            fp.save_safetensors({"b": np.ones(70_000), "a": np.ones(5)}, path)
+        calls.append(None)
+        return real(*args, **options)
+
+    monkeypatch.setattr(_reader, "read_ranges", replaced_meanwhile)
+    found = fp.load_safetensors(path)
+    assert len(calls) == 2
+    assert found["a"].sum() == 5
+    assert found["b"].sum() == 70_000
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(errors.StorageError):
+        fp.load_safetensors(tmp_path)
 
 
 def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ class Checkpointer(fp_multi.Checkpointer):
     ``load_state_dict``) must call ``wait_for_staging`` first.
 
     A save that failed in the background raises at the next ``save``, ``wait_for_staging``, ``wait`` or ``close``, and
-    at the next step of an attached optimizer, before a parameter has changed: the step can be repeated. With
+    at the next step of an attached optimizer, before that optimizer has changed a parameter: its step can be
+    repeated. With
     ``on_error="warn"`` it is a warning there, and the step is made.
 
     It is made like :class:`fp_multi.Checkpointer`.

@@ -60,6 +60,7 @@ void Arena::abandon() {
   void* base;
   size_t length;
   memory_.detach(base, length);
+  touched_ = 0;
 }
 
 }  // namespace fp

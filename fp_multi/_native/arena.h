@@ -47,13 +47,20 @@ class Arena {
   // How far from its start the memory is known to have been used before.
   size_t touched() const { return touched_.load(std::memory_order_relaxed); }
   void set_touched(size_t nbytes) { touched_.store(nbytes, std::memory_order_relaxed); }
+  // The most that was needed of it at a time; kUnknown before the first job that might have needed it is over.
+  static constexpr size_t kUnknown = ~size_t{0};
+  size_t wanted() const { return wanted_.load(std::memory_order_relaxed); }
+  void want(size_t nbytes) {
+    const size_t before = wanted();
+    wanted_.store(before == kUnknown || before < nbytes ? nbytes : before, std::memory_order_relaxed);
+  }
   // Leaves the memory mapped for ever: the kernel may still be writing to it.
   void abandon();
 
  private:
   Mapping memory_;
   size_t block_bytes_ = 0;
-  std::atomic<size_t> touched_{0};
+  std::atomic<size_t> touched_{0}, wanted_{kUnknown};
 };
 
 }  // namespace fp

@@ -15,6 +15,17 @@ constexpr uint64_t kFillGrain = 256 << 10;  // smallest share of a block that is
 
 constexpr uint64_t kSpillStep = 8u << 20;  // copied at a fence between two looks at the drive
 
+// A thread that ends, whatever happens, before what it works on does.
+struct Companion {
+  std::atomic<bool>& stop;
+  std::thread thread{};
+  void end() {
+    stop = true;
+    if (thread.joinable()) thread.join();
+  }
+  ~Companion() { end(); }
+};
+
 }  // namespace
 
 bool WriteJob::wait_staged(uint64_t nbytes, double timeout_s) {
@@ -92,7 +103,7 @@ void WriteJob::set_staged(uint64_t nbytes) {
 }
 
 void WriteJob::touch_spill(Arena& spill) {
-  const uint64_t most = std::min(options_.spill_nbytes, source_->nbytes());
+  const uint64_t most = std::min({options_.spill_nbytes, source_->nbytes(), uint64_t{spill.wanted()}});
   // The drive takes away from one end what this adds at the other: where both meet nothing more is needed.
   while (!written_.load(std::memory_order_relaxed)) {
     const uint64_t begin = spill.touched(), end = std::min(begin + kSpillStep, most);
@@ -116,6 +127,7 @@ bool WriteJob::let_go(Workshop& workshop, Pool& pool) {
       return false;
     }
     spill_begin_ = staged;
+    spill.want(total - staged);
   }
   const uint64_t end = std::min(staged + kSpillStep, total);
   char* to = spill.block(0) + (staged - spill_begin_);
@@ -156,12 +168,12 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
 
   Arena& spill = workshop.spill();
   const uint64_t spill_nbytes = std::min(options_.spill_nbytes, total);
-  std::thread toucher;
+  Companion toucher{written_};
   if (spill_nbytes && spill.reserve(kHugePage, align_up(spill_nbytes, kHugePage) / kHugePage) == 0 &&
       spill.touched() < spill_nbytes) {
     const SignalsBlocked blocked;
     try {
-      toucher = std::thread([this, &spill] { touch_spill(spill); });
+      toucher.thread = std::thread([this, &spill] { touch_spill(spill); });
     } catch (const std::system_error&) {
       // The copy touches the memory itself.
     }
@@ -199,8 +211,8 @@ void WriteJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) 
     next = end;
     settle(false);
   }
-  written_ = true;
-  if (toucher.joinable()) toucher.join();
+  toucher.end();
+  if (spill_nbytes) spill.want(0);
   while (!transfer.idle() && !transfer.broken()) settle(true);
   if (transfer.broken()) workshop.discard_backend(&backend);
   error = transfer.error();

@@ -43,7 +43,8 @@ class WriteJob final : public Job {
  private:
   IoError open(TargetFile& file);
   void transfer(Workshop& workshop, Backend& backend, TargetFile& file);
-  // Runs beside the write, in a thread of its own, until memory for all that is left has been touched.
+  // Runs beside the write, in a thread of its own, until memory for all that a fence may still copy has been touched:
+  // as much as fences of earlier jobs copied, or, in the first job, as much as is not written yet.
   void touch_spill(Arena& spill);
   // Copies the next part of what is to be let go; false if there is nothing (more) to copy now.
   bool let_go(Workshop& workshop, Pool& pool);
