@@ -39,6 +39,9 @@ class Contender(NamedTuple):
     prepared: Callable[[State, Path], AbstractContextManager[Callable[[], object]]] | None = None
     """For a save that needs earlier ones: makes those, and gives the one to be timed."""
 
+    takes_memory: bool = True
+    """Whether a save takes memory for the state's bytes: page cache, buffers. Direct writes take none."""
+
     @contextmanager
     def ready(self, state: State, path: Path) -> Iterator[Callable[[], object]]:
         """Give the call that is to be timed."""
@@ -140,13 +143,13 @@ DCP1, DCP2 = "torch DCP, 1 thread", "torch DCP, 2 threads"
 RECYCLED = "fp_multi Checkpointer, recycled file"
 
 SAVERS = (
-    Contender(OURS, save_ours),
-    Contender("fp_multi, NumPy", save_ours_numpy),
+    Contender(OURS, save_ours, takes_memory=False),
+    Contender("fp_multi, NumPy", save_ours_numpy, takes_memory=False),
     Contender(TORCH, save_torch),
     Contender(SAFETENSORS, save_safetensors),
     Contender(DCP1, dcp_saver(1)),
     Contender(DCP2, dcp_saver(2)),
-    Contender(RECYCLED, save_ours, prepared=recycled),
+    Contender(RECYCLED, save_ours, prepared=recycled, takes_memory=False),
 )
 LOADERS = (
     Contender(OURS, save_ours, lambda path: fp_torch.load(path)),

@@ -160,10 +160,11 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def timed(action: Callable[[], object], nbytes: int) -> Sample:
-    """Time a call on a state of so many bytes; what it returns is dropped behind the clock."""
+def timed(action: Callable[[], object], warm_nbytes: int) -> Sample:
+    """Time a call that takes about so much memory; what it returns is dropped behind the clock."""
     gc.collect()
-    warm_memory(2 * nbytes)
+    if warm_nbytes:
+        warm_memory(warm_nbytes)
     cpu = _cpu_s()
     begin = time.perf_counter()
     result = action()

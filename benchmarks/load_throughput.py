@@ -63,7 +63,7 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         for contender in harness.rotated(contenders, number):
             path = paths[contender.name]
             how = harness.cool(path)
-            samples[contender.name].append(harness.timed(partial(loader_of(contender), path), nbytes))
+            samples[contender.name].append(harness.timed(partial(loader_of(contender), path), 2 * nbytes))
         harness.progress(number, args.rounds)
     # The first round warms up imports and staging memory; the page cache is cold each time.
     samples = {name: taken[1:] for name, taken in samples.items()}

@@ -64,7 +64,7 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         for contender in harness.rotated(contenders, number):
             path = scratch / f"saved_{number}"
             with contender.ready(state, path) as save:
-                samples[contender.name].append(harness.timed(save, nbytes))
+                samples[contender.name].append(harness.timed(save, 2 * nbytes if contender.takes_memory else 0))
             harness.remove(path)
         harness.progress(number, args.rounds)
     # The first round warms up: page cache, staging memory, imports.
