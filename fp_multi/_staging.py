@@ -68,7 +68,7 @@ def extents(header: bytes, sources: Sequence[LeafSource], block_bytes: int) -> E
         block_bytes: the engine's block size.
     """
     head = np.frombuffer(header, np.uint8)
-    address: list[int] = [_engine_address(head)]
+    address: list[int] = [_engine.address_of(head)]
     nbytes: list[int] = [len(header)]
     layout: list[int] = [0]
     layouts: list[tuple[int, list[int], list[int]]] = []
@@ -95,7 +95,7 @@ def extents(header: bytes, sources: Sequence[LeafSource], block_bytes: int) -> E
     table = np.array([address, nbytes, layout], np.uint64).T.copy()
     if slices:
         ring = _engine.allocate(_RING_BLOCKS * block_bytes)
-        _assign_slots(slices, _RING_BLOCKS * block_bytes, _engine_address(ring))
+        _assign_slots(slices, _RING_BLOCKS * block_bytes, _engine.address_of(ring))
         keepalive.append(ring)
         device = iter(slices)
         for i, source_nbytes in enumerate(nbytes):
@@ -103,10 +103,6 @@ def extents(header: bytes, sources: Sequence[LeafSource], block_bytes: int) -> E
                 table[i, 0] = next(device).slot
         return Extents(table, layouts, keepalive, slices, _pin(slices, ring))
     return Extents(table, layouts, keepalive)
-
-
-def _engine_address(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _cut(source: LeafSource, file_begin: int, slice_nbytes: int) -> list[_Slice]:
@@ -136,7 +132,7 @@ def _assign_slots(slices: list[_Slice], ring_nbytes: int, base: int) -> None:
 def _pin(slices: list[_Slice], ring: npt.NDArray[np.uint8]) -> ExitStack:
     with ExitStack() as undo:
         for pin in {cut.source.pin: None for cut in slices if cut.source.pin is not None}:
-            undo.callback(pin(_engine_address(ring), ring.nbytes))
+            undo.callback(pin(_engine.address_of(ring), ring.nbytes))
         return undo.pop_all()
 
 
