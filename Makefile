@@ -15,10 +15,10 @@ ADAPTERS := $(wildcard adapters)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-.PHONY: help setup demo test lint format bench asan soak dist clean
+.PHONY: help setup demo test lint format bench bench-more bench-check asan soak dist clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # Pinned tools, torch, jax and the build requirements. An interrupted run leaves no stamp and is repeated.
 $(VENV)/.packages: constraints.txt
@@ -30,7 +30,7 @@ $(VENV)/.packages: constraints.txt
 
 # Editable: Python files are used where they are, only the native engine is built again when its sources change.
 $(VENV)/.fp_multi: $(VENV)/.packages pyproject.toml CMakeLists.txt $(NATIVE)
-	$(PIP) install --no-build-isolation -e '.[torch,jax,cli]' -c constraints.txt
+	$(PIP) install --no-build-isolation -e '.[torch,orbax,cli,trainers]' -c constraints.txt
 	@touch $@
 
 setup: $(VENV)/.fp_multi ## make .venv with the package and all tools
@@ -55,14 +55,14 @@ format: setup ## let the formatters rewrite the files
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 
-bench: setup ## this drive's raw ceiling, saves and loads against their peers, what an import costs
-	$(BIN)/python benchmarks/disk_ceiling.py
-	$(BIN)/python benchmarks/save_throughput.py
-	$(BIN)/python benchmarks/load_throughput.py
-	$(BIN)/python benchmarks/save_throughput.py --many-leaves
-	$(BIN)/python benchmarks/load_throughput.py --many-leaves
-	$(BIN)/python benchmarks/stall_time.py
-	$(BIN)/python benchmarks/import_cost.py
+bench: setup ## the drive, saves, loads, training, import cost
+	$(BIN)/python benchmarks/run.py
+
+bench-more: setup ## parallel writers, DCP, Orbax, further contenders, model states
+	$(BIN)/python benchmarks/run.py --more
+
+bench-check: setup ## quick forms: which ratios got worse than benchmarks/results/quick.json
+	$(BIN)/python benchmarks/check.py
 
 asan: $(VENV)/.packages ## the native tests under the address and undefined-behaviour sanitizers
 	$(CMAKE) -S . -B build/asan -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
