@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from fp_multi._ceiling import CeilingResult as CeilingResult
     from fp_multi._ceiling import capabilities as capabilities
     from fp_multi._ceiling import measure_ceiling as measure_ceiling
+    from fp_multi._comm import Comm as Comm
+    from fp_multi._comm import SingleProcess as SingleProcess
     from fp_multi._dtypes import numpy_dtype as numpy_dtype
+    from fp_multi._partial import CheckpointReader as CheckpointReader
+    from fp_multi._partial import ReadRequest as ReadRequest
     from fp_multi._pending import OverlapReport as OverlapReport
     from fp_multi._pending import PendingSave as PendingSave
     from fp_multi._registry import register_extension_type as register_extension_type
@@ -30,20 +34,27 @@ if TYPE_CHECKING:
     from fp_multi._safetensors import load_safetensors as load_safetensors
     from fp_multi._safetensors import read_safetensors_header as read_safetensors_header
     from fp_multi._safetensors import save_safetensors as save_safetensors
+    from fp_multi._state_part import StatePart as StatePart
+    from fp_multi._state_part import combine_parts as combine_parts
+    from fp_multi._types import Box as Box
     from fp_multi._types import ExtensionType as ExtensionType
     from fp_multi._types import HostTensor as HostTensor
     from fp_multi._types import LeafSource as LeafSource
     from fp_multi._types import SaveReport as SaveReport
+    from fp_multi._types import Sharded as Sharded
+    from fp_multi._types import ShardOf as ShardOf
     from fp_multi._types import TensorBuilder as TensorBuilder
     from fp_multi._types import TensorType as TensorType
     from fp_multi._types import VerifyReport as VerifyReport
     from fp_multi._verify import verify as verify
     from fp_multi.checkpoint import load as load
+    from fp_multi.checkpoint import read_checkpoint as read_checkpoint
     from fp_multi.checkpoint import read_manifest as read_manifest
     from fp_multi.checkpoint import save as save
     from fp_multi.checkpointer import Checkpointer as Checkpointer
     from fp_multi.config import LoadConfig as LoadConfig
     from fp_multi.config import SaveConfig as SaveConfig
+    from fp_multi.config import per_node as per_node
 
 __version__ = VERSION
 
@@ -55,7 +66,15 @@ _HOMES = {
         "capabilities",
         "measure_ceiling",
     ),
+    "_comm": (
+        "Comm",
+        "SingleProcess",
+    ),
     "_dtypes": ("numpy_dtype",),
+    "_partial": (
+        "CheckpointReader",
+        "ReadRequest",
+    ),
     "_pending": (
         "OverlapReport",
         "PendingSave",
@@ -69,11 +88,18 @@ _HOMES = {
         "read_safetensors_header",
         "save_safetensors",
     ),
+    "_state_part": (
+        "StatePart",
+        "combine_parts",
+    ),
     "_types": (
+        "Box",
         "ExtensionType",
         "HostTensor",
         "LeafSource",
         "SaveReport",
+        "ShardOf",
+        "Sharded",
         "TensorBuilder",
         "TensorType",
         "VerifyReport",
@@ -81,6 +107,7 @@ _HOMES = {
     "_verify": ("verify",),
     "checkpoint": (
         "load",
+        "read_checkpoint",
         "read_manifest",
         "save",
     ),
@@ -88,6 +115,7 @@ _HOMES = {
     "config": (
         "LoadConfig",
         "SaveConfig",
+        "per_node",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -101,6 +129,17 @@ __all__ = [
     "Advice",
     "verify",
     "read_manifest",
+    "read_checkpoint",
+    "CheckpointReader",
+    "ReadRequest",
+    "Box",
+    "Comm",
+    "SingleProcess",
+    "ShardOf",
+    "Sharded",
+    "per_node",
+    "StatePart",
+    "combine_parts",
     "save_safetensors",
     "load_safetensors",
     "read_safetensors_header",

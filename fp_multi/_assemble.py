@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fp_multi import _reader
 from fp_multi._collector import collector_paused
-from fp_multi._dtypes import itemsize, numpy_dtype
+from fp_multi._dtypes import numpy_dtype
 from fp_multi._format import Manifest, Tensor
 from fp_multi._hidden import translated
-from fp_multi._layout import I64, box_runs, chunk_count
+from fp_multi._ranges import Request as Request
+from fp_multi._ranges import plan_ranges
 from fp_multi._types import HostTensor, TensorBuilder
 from fp_multi.config import LoadConfig
 from fp_multi.errors import (
@@ -29,6 +30,8 @@ from fp_multi.errors import (
 )
 
 Buffer = npt.NDArray[np.uint8]
+Reading: TypeAlias = Callable[[str, Manifest, Mapping[int, int], LoadConfig, object], None]
+"""``read(directory, manifest, where, config, keepalive)`` fills the memory of tensors, see :func:`fetch`."""
 _PLAIN_KINDS = frozenset(("numpy", "numpy.scalar", "bytes", "bytearray", "pickle"))
 
 
@@ -94,101 +97,57 @@ def refuse_pickle(manifest: Manifest, wanted: Sequence[int], *, allow_pickle: bo
             )
 
 
-class _ShardPlan:
-    """What to read from one shard."""
-
-    def __init__(self) -> None:
-        self.segments: list[I64] = []
-        self.chunks: list[tuple[int, int]] = []
-        self.expected: list[int] = []
-        self.owners: list[tuple[int, int]] = []  # tensor index, chunk number in its piece
-
-
-def _plan(
-    manifest: Manifest, wanted: Sequence[int], where: Mapping[int, int], *, verify: bool
-) -> dict[int, _ShardPlan]:
-    plans: dict[int, _ShardPlan] = {}
-    whole: dict[int, list[tuple[int, int, int]]] = {}
-    granule = manifest.chunk_nbytes
-    for index in wanted:
-        tensor = manifest.tensors[index]
-        for piece in tensor.pieces:
-            if not piece.nbytes:
-                continue
-            plan = plans.get(piece.shard)
-            if plan is None:
-                plan = plans[piece.shard] = _ShardPlan()
-                whole[piece.shard] = []
-            if piece.box is None:
-                whole[piece.shard].append((piece.offset, piece.nbytes, where[index]))
-            else:
-                runs, run = box_runs(tensor.shape, *piece.box, itemsize(tensor.dtype))
-                at = piece.offset + np.arange(len(runs), dtype=np.int64) * run
-                plan.segments.append(np.column_stack([at, np.full(len(runs), run, np.int64), runs + where[index]]))
-            if not verify:
-                continue
-            plan.expected.extend(piece.crc32c)
-            if piece.nbytes <= granule:
-                plan.chunks.append((piece.offset, piece.nbytes))
-                plan.owners.append((index, 0))
-            else:
-                for k in range(chunk_count(piece.nbytes, granule)):
-                    begin = k * granule
-                    plan.chunks.append((piece.offset + begin, min(granule, piece.nbytes - begin)))
-                    plan.owners.append((index, k))
-    for shard, rows in whole.items():
-        if rows:
-            plans[shard].segments.append(np.array(rows, np.int64))
-    return plans
-
-
 def fetch(
     directory: str,
     manifest: Manifest,
-    where: Mapping[int, int],
+    requests: Sequence[Request],
     config: LoadConfig,
     keepalive: object,
-) -> list[CorruptCheckpointError]:
-    """Read tensors into memory and compare every chunk's checksum.
+) -> tuple[list[CorruptCheckpointError], int]:
+    """Read tensors, or boxes of them, into memory and compare the checksum of every chunk touched.
 
     Args:
         directory: the checkpoint.
         manifest: its checked manifest.
-        where: for each wanted tensor index, the address of its memory (C order).
+        requests: what to read, and where to; no byte of the checkpoint twice.
         config: how to read.
         keepalive: what owns the memory.
 
     Returns:
-        The chunks whose bytes are not what was written; empty if all is well.
+        The chunks whose bytes are not what was written; empty if all is well. And how many bytes the drive gave.
     """
     faults: list[CorruptCheckpointError] = []
+    drive_nbytes = 0
     with collector_paused():
-        plans = _plan(manifest, list(where), where, verify=config.verify)
+        plans = plan_ranges(manifest, requests, verify=config.verify)
     for number, plan in sorted(plans.items()):
         shard = manifest.shards[number]
-        crcs = _reader.read_ranges(
+        with collector_paused():
+            chunks = plan.chunks()
+        crcs, moved = _reader.read_ranges(
             os.path.join(directory, shard.file),
             shard.nbytes,
             np.concatenate(plan.segments),
-            np.array(plan.chunks, np.int64).reshape(-1, 2),
+            chunks.places,
             config,
             keepalive=keepalive,
         )
-        expected = np.array(plan.expected, np.uint32)
-        for i in np.flatnonzero(crcs != expected).tolist():
-            index, chunk = plan.owners[i]
+        drive_nbytes += moved
+        for i in np.flatnonzero(crcs != chunks.expected).tolist():
+            offset, nbytes = chunks.places[i].tolist()
             faults.append(
                 chunk_fault(
                     directory,
                     shard.file,
-                    manifest.tensors[index].name,
-                    chunk,
-                    *plan.chunks[i],
-                    int(expected[i]),
+                    manifest.tensors[int(chunks.tensors[i])].name,
+                    int(chunks.numbers[i]),
+                    offset,
+                    nbytes,
+                    int(chunks.expected[i]),
                     int(crcs[i]),
                 )
             )
-    return faults
+    return faults, drive_nbytes
 
 
 def chunk_fault(
@@ -246,6 +205,13 @@ def _array(tensor: Tensor, data: Buffer) -> npt.NDArray[Any]:
     return data.view(dtype).reshape(tensor.shape)
 
 
+def _read_all(
+    directory: str, manifest: Manifest, where: Mapping[int, int], config: LoadConfig, keepalive: object
+) -> None:
+    requests = [Request(i, address) for i, address in where.items()]
+    raise_faults(fetch(directory, manifest, requests, config, keepalive)[0], directory)
+
+
 def load_values(
     directory: str,
     manifest: Manifest,
@@ -255,6 +221,7 @@ def load_values(
     into: Mapping[int, int] | None = None,
     plain: Collection[int] = (),
     keepalive: object = None,
+    read: Reading | None = None,
 ) -> dict[int, Any]:
     """Read the wanted tensors and make their values.
 
@@ -267,6 +234,7 @@ def load_values(
         into: addresses of existing memory that takes a tensor's bytes; such tensors get no value.
         plain: tensors that become NumPy arrays whatever the builder makes.
         keepalive: what owns the memory of ``into``.
+        read: how bytes come into memory; None for straight from the drive.
 
     Raises:
         CorruptCheckpointError: shards are missing or cut, or bytes changed.
@@ -279,7 +247,7 @@ def load_values(
         buffers = _reader.allocate([nbytes_of(tensors[i]) for i in fresh])
         where = dict(zip(fresh, _reader.addresses(buffers).tolist(), strict=True))
         where.update(into)
-    raise_faults(fetch(directory, manifest, where, config, (buffers, keepalive)), directory)
+    (read or _read_all)(directory, manifest, where, config, (buffers, keepalive))
     with collector_paused():
         return {
             i: value(tensors[i], data, None if i in plain else builder) for i, data in zip(fresh, buffers, strict=True)

@@ -11,8 +11,10 @@ from typer.core import TyperGroup
 import fp_multi as fp
 from fp_multi._cli_bench import bench as run_bench
 from fp_multi._cli_convert import convert as run_convert
+from fp_multi._cli_formats import FORMATS as CONVERT_FORMATS
 from fp_multi._cli_inspect import as_json, as_tree
 from fp_multi._cli_text import count, err, leave_broken_pipe, out, progress_bar, rate, say, shown, size
+from fp_multi._cli_topology import topology as show_topology
 from fp_multi.errors import (
     CorruptCheckpointError,
     FormatVersionError,
@@ -130,19 +132,41 @@ def bench(
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A checkpoint directory, or a .pt, .pth or .safetensors file."),
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint directory (of ours, of torch.distributed.checkpoint, of Orbax), or a .pt, .pth or "
+            ".safetensors file.",
+        ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
             metavar="DST",
-            help="A .pt, .pth or .safetensors file if SRC is a checkpoint directory, else a directory.",
+            help="What to make. Its suffix (.pt, .pth, .safetensors) or --to says what; else a checkpoint of ours.",
         ),
     ],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="|".join(CONVERT_FORMATS), help="What DST shall be.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Run the pickles in SRC. Only for files you trust.")
+    ] = False,
 ) -> None:
-    """Convert a PyTorch or safetensors file to a checkpoint directory, or a directory to such a file.
+    """Convert checkpoints of PyTorch, safetensors, torch.distributed.checkpoint and Orbax to ours, and ours to them.
 
-    No code in a PyTorch file is run. A safetensors file gets the tensors only; the rest is named.
+    No code in SRC is run unless --allow-pickle says so. What does not go across is refused, or named.
     """
-    run_convert(source, target, overwrite=overwrite)
+    run_convert(source, target, overwrite=overwrite, to=to, allow_pickle=allow_pickle)
+
+
+@app.command(epilog=EXIT_CODES)
+def topology(
+    directory: Annotated[Path, typer.Argument(help="Where checkpoints would go; it need not exist yet.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show where this process runs, which drive it would write to and how fast that is, and which ranks would write.
+
+    The drive is measured once: a hidden file of at most 256 MiB, for half a second, removed again.
+    """
+    show_topology(directory, as_json=json)

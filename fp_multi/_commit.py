@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from contextlib import suppress
 from typing import Self
 
 from fp_multi import _engine, _writer
@@ -26,6 +28,7 @@ _NOREPLACE = 1
 _EXCHANGE = 2
 _NO_RENAMEAT2 = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _CLAIM_TRIES = 100
+_CLAIM_PAUSE_S = 0.02
 
 
 def _check(code: int, op: str, path: str) -> None:
@@ -34,6 +37,7 @@ def _check(code: int, op: str, path: str) -> None:
 
 
 def make_parents(parent: str, *, durable: bool) -> None:
+    """Make the directories above a checkpoint."""
     missing = []
     at = parent
     while not os.path.isdir(at):
@@ -60,15 +64,27 @@ def require_space(directory: str, nbytes: int) -> None:
         raise NoSpaceError(directory, nbytes, free)
 
 
+def allocated_nbytes(directory: str) -> int:
+    """Bytes on the drive that the files of a directory have; 0 if there is none."""
+    total = 0
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            total += entry.stat().st_blocks * 512
+    return total
+
+
 class _Work:
     """What directory and file commits share: a hidden directory beside the target, locked while the save runs."""
 
-    def __init__(self, path: str | os.PathLike[str], config: SaveConfig, *, nbytes: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], config: SaveConfig, *, nbytes: int, token: str | None = None
+    ) -> None:
         self.target = resolve(path)
         self.parent = os.path.dirname(self.target)
         self.config = config
         self.nbytes = nbytes
-        self.directory = work_name(self.target, "tmp")
+        self.directory = work_name(self.target, "tmp", token)
+        self._shared = token is not None
         self.published = False
         self._lock: int | None = None
 
@@ -91,11 +107,16 @@ class _Work:
 
     def _make_directory(self) -> None:
         for _ in range(_CLAIM_TRIES):
-            _check(_engine.mkdir(self.directory), "mkdir", self.directory)  # step 3
-            self._lock = claim(self.directory)
+            code = _engine.mkdir(self.directory)
+            if not (self._shared and code == errno.EEXIST):
+                _check(code, "mkdir", self.directory)  # step 3
+            self._lock = claim(self.directory, shared=self._shared)
             if self._lock is not None:
                 return
-            self.directory = work_name(self.target, "tmp")
+            if self._shared:
+                time.sleep(_CLAIM_PAUSE_S)  # a sweep looks at it: over in a moment
+            else:
+                self.directory = work_name(self.target, "tmp")
         raise StorageError(errno.EBUSY, "lock", self.directory)
 
     def _leave(self) -> None:
@@ -117,10 +138,25 @@ class DirectoryCommit(_Work):
     """One checkpoint on its way: write shards into ``path``, then :meth:`publish`.
 
     Leaving the ``with`` block without publishing removes everything that was written.
+
+    Args:
+        path: the checkpoint.
+        config: whether to flush.
+        overwrite: replace a checkpoint that is there.
+        nbytes: what it will take.
+        token: where several processes write: what they agree on for the name of the directory.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: SaveConfig, *, overwrite: bool, nbytes: int) -> None:
-        super().__init__(path, config, nbytes=nbytes)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        config: SaveConfig,
+        *,
+        overwrite: bool,
+        nbytes: int,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(path, config, nbytes=nbytes, token=token)
         self.overwrite = overwrite
 
     @property
@@ -219,6 +255,47 @@ class DirectoryCommit(_Work):
             _engine.rename(aside, self.target)
             return False
         return _engine.rename(aside, self.path) == 0
+
+
+class MemberCommit(_Work):
+    """The same for a process that writes shards into a checkpoint that another one publishes.
+
+    Leaving the ``with`` block removes what this process wrote, unless ``published`` is set: the publishing process has
+    the files then, and only it can give them back.
+    """
+
+    files: tuple[str, ...] = ()
+    """Names of the files that this process writes."""
+
+    def __enter__(self) -> Self:
+        with translated("prepare", self.target):
+            make_parents(self.parent, durable=self.config.durable)
+            require_space(self.parent, self.nbytes)
+            try:
+                self._make_directory()
+            except BaseException:
+                self._leave()
+                raise
+        return self
+
+    @property
+    def path(self) -> str:
+        """The directory that becomes the checkpoint."""
+        return self.directory
+
+    def _leave(self) -> None:
+        # The directory is that of all. The publisher removes it if the save fails; a process that comes late makes it
+        # again, and is the one that has to remove it then.
+        if not self.published and self._lock is not None:
+            with suppress(OSError):
+                # After an exchange another directory has the hidden name: the checkpoint that was replaced.
+                if os.path.samestat(os.fstat(self._lock), os.stat(self.directory)):
+                    for name in self.files:
+                        _engine.unlink(os.path.join(self.directory, name))
+                    os.rmdir(self.directory)
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
 
 
 class FileCommit(_Work):

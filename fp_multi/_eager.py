@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from fp_multi._contents import ShardLayout
 from fp_multi._engine import address_of
-from fp_multi._layout import lay_out
 from fp_multi._tree import select
-from fp_multi._types import Described, LeafSource, Selection
+from fp_multi._types import Described, LeafSource, Selection, Sharded
 
 MOST_NBYTES = 64 << 20
 """More than that is left to the engine's threads: they copy at memory speed, into memory that is used again."""
@@ -68,7 +69,12 @@ def plain_values(sources: Sequence[LeafSource]) -> Iterator[int]:
 
 def nbytes_of(described: Described, indices: Collection[int]) -> int:
     """How much there is to copy."""
-    return sum([described.sources[index].nbytes for index in indices])
+    return sum([local_nbytes(described.sources[index]) for index in indices])
+
+
+def local_nbytes(source: LeafSource) -> int:
+    """Bytes of a tensor that are on this rank."""
+    return source.nbytes if source.sharded is None else sum([part.nbytes for _, part in source.sharded.local])
 
 
 def copy_indices(described: Described, indices: Set[int]) -> Described:
@@ -79,6 +85,9 @@ def copy_indices(described: Described, indices: Set[int]) -> Described:
     for index in sorted(indices):
         source = sources[index]
         if not source.nbytes:
+            continue
+        if source.sharded is not None:
+            sources[index] = _copy_boxes(source, source.sharded)
             continue
         if source.fetch is None and source.strides is None and source.nbytes <= _SMALL_NBYTES:
             small.append(index)
@@ -94,6 +103,13 @@ def copy_indices(described: Described, indices: Set[int]) -> Described:
     for finish in arriving:
         finish()
     return Described(described.tree, described.names, sources)
+
+
+def _copy_boxes(source: LeafSource, sharded: Sharded) -> LeafSource:
+    parts = Described(None, [], [part for _, part in sharded.local])
+    copies = copy_indices(parts, set(range(len(parts.sources)))).sources
+    local = tuple([(number, copy) for (number, _), copy in zip(sharded.local, copies, strict=True)])
+    return source._replace(keepalive=copies, sharded=replace(sharded, local=local))
 
 
 def _copy_small(sources: list[LeafSource], indices: list[int]) -> None:
@@ -112,12 +128,19 @@ def _moved(source: LeafSource, copy: Copy, begin: int) -> LeafSource:
     return source._replace(address=address, strides=None, keepalive=copy, fetch=None, pin=None)
 
 
-def copied_behind(described: Described, begin: int) -> int:
-    """Bytes of copies that lie at or behind a place in the data of the file."""
-    layout = lay_out([source.nbytes for source in described.sources])
-    total = 0
-    for index, at in zip(layout.order, layout.begins, strict=True):
-        source = described.sources[index]
-        if isinstance(source.keepalive, Copy):
-            total += max(at + source.nbytes - max(at, begin), 0)
+def copied_at_fence(shard: ShardLayout, copied_nbytes: int) -> int:
+    """How many of the bytes that a fence copied were the state's own.
+
+    Args:
+        shard: a shard that is complete.
+        copied_nbytes: what the engine copied: the end of the file, in which the header and what had been copied before
+            do not count.
+    """
+    begin = max(shard.data.nbytes - copied_nbytes, 0)
+    total = shard.data.nbytes - begin if copied_nbytes else 0
+    if total:
+        sources = shard.contents.sources
+        for index, at in zip(shard.data.order, shard.data.begins, strict=True):
+            if isinstance(sources[index].keepalive, Copy):
+                total -= max(at + sources[index].nbytes - max(at, begin), 0)
     return total

@@ -100,6 +100,15 @@ def decode_manifest(data: bytes, crc32c: Callable[[bytes], int], *, source: str)
     return manifest
 
 
+def manifest_fault(manifest: Manifest) -> str | None:
+    """What contradicts itself in a manifest that several writers have made together, None if nothing does."""
+    try:
+        check_manifest(manifest)
+    except ManifestError as error:
+        return str(error)
+    return None
+
+
 def _parse(body: bytes, source: str) -> Manifest:
     try:
         _check_version(_head_decoder.decode(body), source)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from fp_multi._dtypes import itemsize
 from fp_multi._manifest import MAX_NBYTES, Manifest, Shard, Tensor
 from fp_multi._nodes import check_tree, count_text, shorten
+from fp_multi._tiling import tiles
 from fp_multi.errors import ManifestError
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
@@ -94,7 +95,7 @@ def _check_tensors(tensors: list[Tensor]) -> int:
 
 
 def _check_boxes(tensor: Tensor, nbytes: int, itemsize: int) -> None:
-    """Rules P1 to P3 for a tensor in several pieces, in time proportional to their number."""
+    """Rules P1 and P3 for a tensor in several pieces, in time proportional to their number."""
     shape, pieces = tensor.shape, tensor.pieces
     if not pieces or not 0 < nbytes <= MAX_NBYTES:
         raise ManifestError(
@@ -111,39 +112,9 @@ def _check_boxes(tensor: Tensor, nbytes: int, itemsize: int) -> None:
             raise ManifestError(
                 f"expected {count_text(prod(box[1]) * itemsize)} bytes in box {str(box)[:200]}, found {piece.nbytes}"
             )
-    starts = [tuple(box[0]) for box in boxes if box is not None]
-    lengths = [tuple(box[1]) for box in boxes if box is not None]
-    # If every axis is cut into intervals that follow each other, there are as many boxes as cells
-    # of that grid, and no two start at the same place, then the boxes are the cells.
-    cells = 1
-    for axis, extent in enumerate(shape):
-        cuts = sorted({(s[axis], n[axis]) for s, n in zip(starts, lengths, strict=True)})
-        end = 0
-        for start, length in cuts:
-            if start != end or length == 0:
-                raise ManifestError(
-                    f"boxes do not tile axis {axis}: expected one that starts at {end}, "
-                    f"found start {start} and length {length}"
-                )
-            end = start + length
-        if end != extent:
-            raise ManifestError(f"boxes do not tile axis {axis}: expected end {extent}, found {end}")
-        cells *= len(cuts)
-    if cells != len(boxes) or len(set(starts)) != cells:
-        raise ManifestError(f"boxes do not form a grid: expected {cells}, found {len(set(starts))}")
-    _check_cut(lengths)
-
-
-def _check_cut(lengths: list[tuple[int, ...]]) -> None:
-    """Rule P2: one axis is cut freely, those before it into ones, those behind it evenly."""
-    sizes = [set(axis) for axis in zip(*lengths, strict=True)]
-    free = next((axis for axis, found in enumerate(sizes) if found != {1}), len(sizes))
-    for axis in range(free + 1, len(sizes)):
-        if len(sizes[axis]) != 1:
-            raise ManifestError(
-                f"expected even cuts on axis {axis}, behind axis {free} (rule P2), "
-                f"found lengths {sorted(sizes[axis])[:4]}"
-            )
+    fault = tiles(shape, [box for box in boxes if box is not None])
+    if fault is not None:
+        raise ManifestError(f"boxes do not tile the shape {shorten(shape)} (rule P1): {fault}")
 
 
 def _check_pieces(manifest: Manifest) -> None:

@@ -59,10 +59,10 @@ def _hidden(name: str) -> str:
     return name + digest
 
 
-def work_name(target: str, what: str) -> str:
-    """A new hidden name beside ``target``."""
+def work_name(target: str, what: str, token: str | None = None) -> str:
+    """A hidden name beside ``target``: a new one, or with 16 hexadecimal digits that several processes agree on."""
     parent, name = os.path.split(target)
-    return os.path.join(parent, f".{_hidden(name)}.fp_multi-{what}-{os.urandom(8).hex()}")
+    return os.path.join(parent, f".{_hidden(name)}.fp_multi-{what}-{token or os.urandom(8).hex()}")
 
 
 def is_checkpoint(path: str) -> bool:
@@ -97,24 +97,32 @@ def held(path: str) -> Iterator[bool]:
         unlock(fd)
 
 
-def claim(path: str) -> int | None:
-    """Lock a directory just made; None if a sweep took it for abandoned before it was locked."""
+def claim(path: str, *, shared: bool = False) -> int | None:
+    """Lock a directory just made; None if a sweep took it for abandoned before it was locked.
+
+    Args:
+        path: the directory.
+        shared: several processes work in it, and each holds the lock.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
     except OSError:
         pass  # no locks on this file system: sweeps leave the directory alone then
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            return fd
-    os.close(fd)
-    return None
+    mine = False
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            mine = os.path.samestat(os.fstat(fd), os.stat(path))
+    finally:
+        if not mine:
+            os.close(fd)
+    return fd if mine else None
 
 
 def _remove_flat(path: str) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from fp_multi import _eager, _hidden, _recycle
+from fp_multi import _hidden, _recycle
 from fp_multi._crew import Crew
 from fp_multi._pending import PendingSave, Work
 from fp_multi._save import Saving
 from fp_multi._stats import Stats
 from fp_multi._steps import Retention, step_path
+from fp_multi._together import Together
 from fp_multi._trace import Trace
 from fp_multi._types import Described
 from fp_multi.config import SaveConfig
@@ -76,6 +77,7 @@ class InFlight:
         self._failed: deque[PendingSave] = deque()
         self._closed = False
         self._asked = 0
+        self._others_spare = ""  # a retired checkpoint whose files the ranks take for the next save
         self._latest: PendingSave | None = None  # of the complete ones, the one that was asked for last
         # One thread more than saves: after its save a thread may still be removing what was retired.
         self._crew = Crew(most + 1, "fp_multi-save", retention.end)
@@ -108,9 +110,11 @@ class InFlight:
         described: Described,
         metadata: Mapping[str, str],
         *,
+        path: str,
         overwrite: bool,
         eager_nbytes: int,
         spill_nbytes: int | None,
+        team: Together | None = None,
     ) -> tuple[PendingSave, float]:
         """Begin a save, waiting for a place if need be.
 
@@ -118,9 +122,11 @@ class InFlight:
             step: its number.
             described: the state.
             metadata: strings to keep with it.
+            path: where it goes.
             overwrite: replace the step if it exists.
             eager_nbytes: how much of the state is a copy already.
             spill_nbytes: let the state go at once, by copying so much at most; None: at the fence.
+            team: with whom it is saved.
 
         Returns:
             The save, and the seconds waited.
@@ -130,20 +136,20 @@ class InFlight:
             StorageError: no thread is to be had; the save is given up.
             FpMultiError: an earlier save failed.
         """
-        path = step_path(self._directory, step)
         waited_s = 0.0
         while True:
             with self._lock:
                 self.require_open()
-                self.raise_errors()
-                same = [one for one in self._pending if one.step == step]
+                if team is None:
+                    self.raise_errors()
+                same = [one for one in self._pending if one.path == path]
                 if not overwrite and (same or _hidden.is_checkpoint(path)):
                     what = "is being saved" if same else "exists"
                     raise CheckpointExistsError(
                         errno.EEXIST, f"this step {what}; pass overwrite=True to replace it", path
                     )
                 if not same and len(self._pending) < self._most:
-                    work = Work(described, path, metadata, overwrite, time.perf_counter())
+                    work = Work(described, path, metadata, overwrite, time.perf_counter(), team)
                     return self._begin(step, work, eager_nbytes, spill_nbytes), waited_s
                 first = (same or self._pending)[0]
             begin_s = time.perf_counter()
@@ -228,21 +234,35 @@ class InFlight:
         if work is None:
             return
         error: BaseException | None = None
+        doomed: list[_recycle.Retired] = []
         try:
             self._watch(pending)
-            self._write(pending, work)
+            self._write(pending, work, doomed)
         except BaseException as caught:
             error = caught
+            if work.team is not None:  # if it never came to writing; otherwise the round is over
+                work.team.round.fail(error)
+                work.team.round.close()
+                work.team.team.forget()
             _forget_frames(error)
             _log.error("the save of step %d failed: %s", pending.step, error)
+        alone = work.team is None
         # Whoever hears that the save is over finds nothing of the state held.
         del work
-        for retired in self._settle(pending, error):
+        self._settle(pending, error, doomed, retire=alone)
+        for retired in doomed:
             retired.remove()
 
-    def _write(self, pending: PendingSave, work: Work) -> None:
+    def _write(self, pending: PendingSave, work: Work, doomed: list[_recycle.Retired]) -> None:
+        def retire() -> str:
+            doomed.extend(self._retention.apply(self._busy(pending)))
+            return self._retention.spare_directory()
+
         spare = self._retention.take()
-        reuse = None if spare is None else spare.shard()
+        if spare is not None:
+            self._others_spare = spare.directory
+        reuse = _recycle.reusable(self._others_spare, look=work.team is None)
+        self._others_spare = ""
         try:
             saving = Saving(
                 work.described,
@@ -254,34 +274,34 @@ class InFlight:
                 reuse=reuse,
                 slot=pending.slot,
                 spill_nbytes=self._spill_nbytes,
+                team=work.team,
+                word=retire,
             )
-        except BaseException:
+            try:
+                pending.started(saving.jobs, saving.sizes)
+                if work.team is None:
+                    _remove(spare)
+            except BaseException as error:
+                # The engine reads the state until it is told to stop.
+                saving.abandon(error)
+                raise
+            save = saving.finish()
+        finally:
+            # The other ranks take their files out of it, too: not before they are done.
             _remove(spare)
-            raise
-        try:
-            pending.started(saving.job, saving.nbytes)
-            recycled = reuse is not None and not os.path.lexists(reuse)
-            _remove(spare)
-        except BaseException:
-            # The engine reads the state until it is told to stop.
-            saving.abandon()
-            raise
-        save = saving.finish()
-        copied_nbytes = saving.job.stats["copied_nbytes"]
-        if copied_nbytes:
-            # What a fence copied is the end of the file; the header in it, and what was a copy before, do not count.
-            behind = max(save.tensor_nbytes - copied_nbytes, 0)
-            copied_nbytes = save.tensor_nbytes - behind - _eager.copied_behind(work.described, behind)
-        pending.complete(save, copied_nbytes=copied_nbytes, recycled=recycled)
+        self._others_spare = saving.word
+        pending.complete(save, nbytes=saving.nbytes_here, copied_nbytes=saving.copied_nbytes, recycled=saving.recycled)
 
-    def _settle(self, pending: PendingSave, error: BaseException | None) -> list[_recycle.Retired]:
-        """Let everybody know that a save is over; returns what is to be removed."""
-        doomed: list[_recycle.Retired] = []
+    def _settle(
+        self, pending: PendingSave, error: BaseException | None, doomed: list[_recycle.Retired], *, retire: bool
+    ) -> None:
+        """Let everybody know that a save is over, and collect what is to be removed."""
         try:
             if error is None:
                 self._stats.completed(pending)
                 self._trace.save(pending)
-                doomed = self._retention.apply(self._busy(pending))
+                if retire:
+                    doomed.extend(self._retention.apply(self._busy(pending)))
             else:
                 self._stats.failed()
         except Exception as failure:
@@ -292,15 +312,16 @@ class InFlight:
                 self._failed.append(pending)
             self._pending.remove(pending)
             pending.settle(error)
-        return doomed
 
     def _busy(self, complete: PendingSave) -> list[int]:
         """Steps that retention leaves alone after a save."""
         with self._lock:
-            if self._latest is None or self._latest.number < complete.number:
+            in_place = complete.path == step_path(self._directory, complete.step)
+            if in_place and (self._latest is None or self._latest.number < complete.number):
                 # Also if its step is not the newest: somebody went back, and goes on from here.
                 self._latest = complete
-            return [self._latest.step] + [one.step for one in self._pending if one.report.save is None]
+            latest = [] if self._latest is None else [self._latest.step]
+            return latest + [one.step for one in self._pending if one.report.save is None]
 
     def _watch(self, pending: PendingSave) -> None:
         if self._progress is not None:
@@ -321,7 +342,7 @@ def _report(pending: PendingSave, progress: Callable[[PendingSave], Any]) -> Non
 
 def _remove(retired: _recycle.Retired | None) -> None:
     if retired is not None:
-        retired.remove()
+        retired.remove()  # once is enough, more do no harm
 
 
 def _forget_frames(error: BaseException) -> None:

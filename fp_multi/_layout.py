@@ -18,6 +18,10 @@ DIRECT_MIN_NBYTES = 256 << 10
 BRIDGE_NBYTES = 128 << 10
 """A gap up to this size is read along: cheaper than another request."""
 
+_CHUNKS = 256 << 10
+_MIN_CHUNK_NBYTES = 32 << 10
+_MAX_CHUNK_NBYTES = 4 << 20
+
 
 def align_down(value: int, unit: int = PAGE) -> int:
     """Largest multiple of ``unit`` (a power of two) that is at most ``value``."""
@@ -55,6 +59,22 @@ def lay_out(sizes: Sequence[int]) -> DataLayout:
         begins.append(at)
         at += sizes[i]
     return DataLayout(order, begins, at)
+
+
+def chunk_nbytes_for(nbytes: int, chunk_bytes: int) -> int:
+    """How many bytes one checksum covers in a checkpoint.
+
+    Whoever reads a part of a tensor reads the chunks that it touches, so small ones save reading; each costs about ten
+    bytes in the manifest.
+
+    Args:
+        nbytes: of all tensors.
+        chunk_bytes: the setting; 0 leaves the choice to the size of the checkpoint.
+    """
+    if chunk_bytes:
+        return chunk_bytes
+    wanted = -(-nbytes // _CHUNKS)
+    return min(max(1 << (wanted - 1).bit_length() if wanted else 1, _MIN_CHUNK_NBYTES), _MAX_CHUNK_NBYTES)
 
 
 def chunk_sizes(nbytes: int, chunk_nbytes: int) -> Iterator[int]:
@@ -130,32 +150,51 @@ def plan_reads(segments: I64, chunks: I64, block_bytes: int, file_nbytes: int) -
     return ops[np.argsort(ops[:, 0], kind="stable")]
 
 
-def box_runs(shape: Sequence[int], start: Sequence[int], length: Sequence[int], itemsize: int) -> tuple[I64, int]:
-    """Where a box's bytes lie in its whole tensor.
+def shared_runs(
+    length: Sequence[int], frames: Sequence[tuple[Sequence[int], Sequence[int]]], itemsize: int
+) -> tuple[list[I64], int]:
+    """Where a box's bytes lie in several tensors or boxes around it, in runs that are contiguous in each.
 
     Args:
-        shape: of the whole tensor.
-        start: first index of the box on each axis.
-        length: number of indices of the box on each axis.
+        length: of the box, on each axis.
+        frames: for each its shape, and where the box starts in it.
         itemsize: bytes of an element.
 
     Returns:
-        Byte offsets in the tensor's C-order bytes of the box's contiguous runs, in the box's C order, and the length
-        of a run.
+        For each frame the byte offsets of the runs in its C-order bytes, in the box's C order; and the length of a run.
     """
     run = itemsize
-    axis = len(shape)
+    axis = len(length)
     while axis > 0:
         axis -= 1
         run *= length[axis]
-        if length[axis] != shape[axis]:
+        if any([shape[axis] != length[axis] for shape, _ in frames]):
             break
+    return [_run_offsets(length, axis, shape, start, itemsize) for shape, start in frames], run
+
+
+def _run_offsets(length: Sequence[int], axis: int, shape: Sequence[int], start: Sequence[int], itemsize: int) -> I64:
     # Axes before `axis` are walked one index at a time; the run starts at the box's corner on `axis` and behind.
-    step = itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64))
-    base = start[axis] * step if shape else 0
-    offsets = np.array([base], np.int64)
-    for i in range(axis - 1, -1, -1):
-        step *= shape[i + 1]
-        here = (start[i] + np.arange(length[i], dtype=np.int64)) * step
-        offsets = (here[:, None] + offsets[None, :]).ravel()
-    return offsets, run
+    at, step = 0, itemsize
+    offsets = np.array([0], np.int64)
+    for i in range(len(length) - 1, -1, -1):
+        at += start[i] * step
+        if i < axis:
+            offsets = (np.arange(length[i], dtype=np.int64)[:, None] * step + offsets[None, :]).ravel()
+        step *= shape[i]
+    return offsets + at
+
+
+def touched_chunks(offsets: I64, run: int, chunk_nbytes: int, nbytes: int) -> I64:
+    """Which checksum chunks of a piece runs of bytes touch, in order.
+
+    Args:
+        offsets: where the runs begin in the piece.
+        run: bytes of each.
+        chunk_nbytes: bytes of a chunk.
+        nbytes: of the piece.
+    """
+    edges = np.zeros(chunk_count(nbytes, chunk_nbytes) + 1, np.int64)
+    np.add.at(edges, offsets // chunk_nbytes, 1)
+    np.add.at(edges, (offsets + run - 1) // chunk_nbytes + 1, -1)
+    return np.flatnonzero(np.cumsum(edges[:-1])).astype(np.int64)

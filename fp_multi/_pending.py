@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp_multi import _engine
 from fp_multi._crew import Latch
+from fp_multi._together import Together
 from fp_multi._types import Described, SaveReport
 from fp_multi.errors import EngineClosedError
 
@@ -32,7 +33,7 @@ class OverlapReport:
     stall_fence_s: float
     """Waiting at the fence until the state might change."""
     borrowed_nbytes: int
-    """Written from the state's own memory. With the two below: all bytes of the tensors."""
+    """Written from the state's own memory. With the two below: all bytes of tensors that this process wrote."""
     copied_nbytes: int
     """Copied at a fence, and written from the copy."""
     eager_nbytes: int
@@ -54,6 +55,8 @@ class Work(NamedTuple):
     metadata: Mapping[str, str]
     overwrite: bool
     begin_s: float
+    team: Together | None = None
+    """With whom it is saved."""
 
 
 class PendingSave:
@@ -64,6 +67,8 @@ class PendingSave:
 
     def __init__(self, step: int, number: int, slot: int, work: Work, raised: Callable[[PendingSave], object]) -> None:
         self.step = step
+        self.path = work.path
+        """The checkpoint directory."""
         self.number = number
         """Counts the saves of a Checkpointer in the order in which they were asked for."""
         self.slot = slot
@@ -78,7 +83,8 @@ class PendingSave:
         self._begun = Latch()  # the engine has the job, or will never have it
         self._over = Latch()
         self._work: Work | None = work
-        self._job: _engine.WriteJob | None = None
+        self._jobs: Sequence[_engine.WriteJob] = ()
+        self._sizes: Sequence[int] = ()
         self._spill_nbytes: int | None = None
         self._nbytes = sum([source.nbytes for source in work.described.sources])
         self._moved_nbytes = 0
@@ -105,10 +111,9 @@ class PendingSave:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes given to the drive, and bytes in all (of the shard, once its header is known)."""
+        """Bytes given to the drive, and bytes in all (of the shards, once their headers are known)."""
         with self._lock:
-            moved = self._moved_nbytes if self._job is None else self._job.moved_nbytes
-            return moved, self._nbytes
+            return self._moved_nbytes + sum([job.moved_nbytes for job in self._jobs]), self._nbytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is complete; whether it is.
@@ -142,7 +147,7 @@ class PendingSave:
 
     def withdraw(self) -> bool:
         """Nobody will do it; False if somebody has begun."""
-        if self.take() is None:
+        if self.take(begin=False) is None:
             return False
         self.settle(None)
         return True
@@ -154,25 +159,33 @@ class PendingSave:
             spill_nbytes: at most so much is copied; what is more waits for the drive.
         """
         with self._lock:
-            if self._job is not None:
-                self._job.fence(spill_nbytes)
             self._spill_nbytes = spill_nbytes
+            self._ask()
+
+    def _ask(self) -> None:
+        left = self._spill_nbytes
+        for job, nbytes in zip(self._jobs, self._sizes, strict=True):
+            if left is not None:
+                job.fence(left)
+                left = max(left - nbytes, 0)
 
     @property
     def staged(self) -> bool:
         """Whether the state may change."""
         with self._lock:
-            job = self._job
-            if job is None:
-                return self._begun.is_set()
-            return job.done or job.staged_nbytes >= self._nbytes
+            jobs, sizes = self._jobs, self._sizes
+        return self._begun.is_set() and all(
+            [job.done or job.staged_nbytes >= nbytes for job, nbytes in zip(jobs, sizes, strict=True)]
+        )
 
     def wait_staged(self) -> None:
         """Wait until the state may change."""
         self._begun.wait()
-        job = self._job
-        while job is not None and not job.wait_staged(self._nbytes, _TICK_S):
-            pass  # lets Python handle signals
+        with self._lock:
+            jobs, sizes = self._jobs, self._sizes
+        for job, nbytes in zip(jobs, sizes, strict=True):
+            while not job.wait_staged(nbytes, _TICK_S):
+                pass  # lets Python handle signals
         if self.staged_s is None:
             self.staged_s = time.perf_counter()
 
@@ -184,25 +197,26 @@ class PendingSave:
 
     # For the Checkpointer, in the background
 
-    def take(self) -> Work | None:
-        """Begin; None if it was withdrawn."""
+    def take(self, *, begin: bool = True) -> Work | None:
+        """Begin (or make sure that nobody does); None if it was withdrawn, or somebody has."""
         with self._lock:
             work, self._work = self._work, None
+            if begin and work is not None and work.team is not None:
+                work.team.taken = True
         return work
 
-    def started(self, job: _engine.WriteJob, nbytes: int) -> None:
-        """The engine has the job: fences that came before are for it, too."""
+    def started(self, jobs: Sequence[_engine.WriteJob], sizes: Sequence[int]) -> None:
+        """The engine has the jobs, one for each shard of a length: fences that came before are for them, too."""
         with self._lock:
-            self._job = job
-            self._nbytes = nbytes
-            if self._spill_nbytes is not None:
-                job.fence(self._spill_nbytes)
+            self._jobs, self._sizes = jobs, sizes
+            self._nbytes = sum(sizes)
+            self._ask()
         self._begun.set()
 
-    def complete(self, save: SaveReport, *, copied_nbytes: int, recycled: bool) -> None:
-        """It is on the drive."""
+    def complete(self, save: SaveReport, *, nbytes: int, copied_nbytes: int, recycled: bool) -> None:
+        """It is on the drive; ``nbytes`` of its tensors this process has written."""
         with self._lock:
-            borrowed = save.tensor_nbytes - copied_nbytes - self._report.eager_nbytes
+            borrowed = nbytes - copied_nbytes - self._report.eager_nbytes
             self._report = replace(
                 self._report, save=save, borrowed_nbytes=borrowed, copied_nbytes=copied_nbytes, recycled=recycled
             )
@@ -210,9 +224,8 @@ class PendingSave:
     def settle(self, error: BaseException | None) -> None:
         """It is over; who waits may go on."""
         with self._lock:
-            job, self._job = self._job, None
-            if job is not None:
-                self._moved_nbytes = job.moved_nbytes
+            jobs, self._jobs, self._sizes = self._jobs, (), ()
+            self._moved_nbytes = sum([job.moved_nbytes for job in jobs])
         self._error = error
         if error is None:
             self._raised = None  # statistics keep the last save: not to be a cycle

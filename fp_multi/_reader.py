@@ -42,7 +42,7 @@ def read_ranges(
     config: LoadConfig,
     progress: Callable[[int], None] | None = None,
     keepalive: object = None,
-) -> npt.NDArray[np.uint32]:
+) -> tuple[npt.NDArray[np.uint32], int]:
     """Read parts of one file into memory.
 
     Args:
@@ -55,7 +55,7 @@ def read_ranges(
         keepalive: what owns the memory. If the ring breaks while the drive writes into it, it is never freed.
 
     Returns:
-        The CRC-32C of each chunk, in the order given.
+        The CRC-32C of each chunk, in the order given; and how many bytes the drive gave for all of it.
 
     Raises:
         StorageError: a system call failed, or the file ended early.
@@ -76,4 +76,4 @@ def read_ranges(
     _engines.wait(job, None if progress is None else lambda running: progress(running.moved_nbytes))
     crcs = np.empty(len(chunks), np.uint32)
     crcs[order] = np.frombuffer(job.crcs(), np.uint32)
-    return crcs
+    return crcs, int(ops[:, 1].sum())

@@ -12,12 +12,14 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import signal
 import stat
 
 from fp_multi import _engine, _hidden
 
 _log = logging.getLogger("fp_multi")
+_SHARD_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}(\.\d+)?\.safetensors")
 
 
 class Retired:
@@ -32,14 +34,9 @@ class Retired:
         self.directory = directory
         self._lock: int | None = lock
 
-    def shard(self) -> str | None:
-        """The one file that a save may overwrite, None if there is no such file."""
-        try:
-            names = os.listdir(self.directory)
-        except OSError:
-            return None
-        path = os.path.join(self.directory, names[0]) if len(names) == 1 else ""
-        return path if path and _is_ours_alone(path) else None
+    def shards(self) -> dict[str, str]:
+        """The files that a save may overwrite: paths by name."""
+        return reusable(self.directory)
 
     def remove(self) -> None:
         """Remove it, or what a save has left of it; what cannot be removed is logged and left."""
@@ -50,6 +47,26 @@ class Retired:
             _hidden.remove_tree(self.directory)
         finally:
             _hidden.unlock(lock)
+
+
+def reusable(directory: str, *, look: bool = True) -> dict[str, str]:
+    """The files of a retired checkpoint that a save may overwrite: paths by name.
+
+    None of them if it is gone, or if somebody has put other things into it.
+
+    Args:
+        directory: the retired checkpoint.
+        look: whether to look at each file, too. Several ranks would be in each other's way: a file that one looks at
+            is open. :func:`adopt` looks at the one that it takes.
+    """
+    try:
+        names = os.listdir(directory) if directory else []
+    except OSError:
+        return {}
+    if not all([_SHARD_NAME.fullmatch(name) for name in names]):
+        return {}
+    paths = {name: os.path.join(directory, name) for name in sorted(names)}
+    return {name: path for name, path in paths.items() if not look or _is_ours_alone(path)}
 
 
 def _is_ours_alone(path: str) -> bool:

@@ -113,7 +113,7 @@ class Retention:
                 retired = _recycle.retire(steps[step], durable=self._durable)
                 if retired is None:
                     continue
-                if len(self._spares) < self._most_spares and retired.shard() is not None:
+                if len(self._spares) < self._most_spares and retired.shards():
                     self._spares.append(retired)
                 else:
                     doomed.append(retired)
@@ -124,6 +124,12 @@ class Retention:
         with contextlib.suppress(IndexError):
             return self._spares.popleft()
         return None
+
+    def spare_directory(self) -> str:
+        """Where the retired checkpoint lies that :meth:`take` gives next; empty if there is none."""
+        with contextlib.suppress(IndexError):
+            return self._spares[0].directory
+        return ""
 
     def close(self) -> list[_recycle.Retired]:
         """Keep no more spares; returns those that there are, for the caller to remove."""

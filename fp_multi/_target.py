@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -14,20 +14,31 @@ from fp_multi._format import Tensor
 from fp_multi._nodes import Cell, readable
 from fp_multi._registry import tensor_type_of
 from fp_multi._tree_decode import build, decode_key
-from fp_multi._types import LeafSource
-from fp_multi.errors import TargetMismatchError
+from fp_multi._types import Array, Box, LeafSource, ShardOf
+from fp_multi.errors import TargetMismatchError, UnsupportedLeafError
 
 _Leaf: TypeAlias = Callable[[Any, Any, Cell], Any]
 _OPAQUE_KINDS = frozenset(("bytes", "bytearray", "pickle"))
 
 
 class Place(NamedTuple):
-    """A leaf of the target that takes a tensor."""
+    """A leaf of the target that takes a tensor, or the part of a leaf that takes a box of it."""
 
     leaf: Any
     path: str
     source: LeafSource | None
     """Its memory, if it is a registered tensor."""
+    box: Box | None = None
+    """None for the whole tensor."""
+
+
+class Matched(NamedTuple):
+    """Where the tensors of a checkpoint go."""
+
+    places: dict[int, list[Place]]
+    """For each tensor that is wanted whole the leaf, or the leaves that take it."""
+    parts: list[tuple[int, Place]]
+    """Tensor and place of each box that is wanted, in the order of the leaves."""
 
 
 def _mismatch(cell: Cell, what: str, in_target: object, on_disk: object) -> NoReturn:
@@ -89,8 +100,8 @@ def _walk_dict(node: list[Any], target: Any, leaf: _Leaf, cell: Cell) -> Any:
     return OrderedDict(pairs) if isinstance(target, OrderedDict) else dict(pairs)
 
 
-def match(tree: Any, target: Any, tensors: Sequence[Tensor], *, memory: bool) -> dict[int, list[Place]]:
-    """Check that a target fits, and find the leaf (or leaves, of tied tensors) for each tensor.
+def match(tree: Any, target: Any, tensors: Sequence[Tensor], *, memory: bool) -> Matched:
+    """Check that a target fits, and find the leaf (or leaves, of tied tensors) for each tensor, or for a box of it.
 
     Args:
         tree: a checked tree.
@@ -102,23 +113,48 @@ def match(tree: Any, target: Any, tensors: Sequence[Tensor], *, memory: bool) ->
         TargetMismatchError: structure, shape or dtype differ; the message names the leaf.
     """
     places: dict[int, list[Place]] = {}
+    parts: list[tuple[int, Place]] = []
 
     def check(node: Any, leaf: Any, cell: Cell) -> None:
         if type(node) is int:
-            source = _check_tensor(tensors[node], leaf, cell, memory=memory)
-            places.setdefault(node, []).append(Place(leaf, readable(cell), source))
+            tensor = tensors[node]
+            inner = _parts_of(leaf, cell)
+            if inner is None:
+                source = _check_tensor(tensor, leaf, tensor.shape, cell, memory=memory)
+                places.setdefault(node, []).append(Place(leaf, readable(cell), source))
+                return
+            if tensor.kind in _OPAQUE_KINDS:
+                _mismatch(cell, "structure", _kind(leaf), f"a leaf of kind {tensor.kind}")
+            if tuple(leaf.shape) != tuple(tensor.shape):
+                _mismatch(cell, "shape", tuple(leaf.shape), tuple(tensor.shape))
+            for box, part in inner:
+                source = _check_tensor(tensor, part, box.length, cell, memory=memory)
+                parts.append((node, Place(part, readable(cell), source, box)))
         elif _is_tensor(leaf) or isinstance(leaf, (dict, list)):
             _mismatch(cell, "structure", _kind(leaf), "a plain value")
 
     walk(tree, target, check)
-    return places
+    return Matched(places, parts)
+
+
+def _parts_of(leaf: Any, cell: Cell) -> Sequence[tuple[Box, Any]] | None:
+    """The boxes of a tensor that a leaf consists of; None if it takes all of one."""
+    if isinstance(leaf, ShardOf):
+        return [(Box(tuple(leaf.start), tuple(leaf.array.shape)), leaf.array)]
+    registered = tensor_type_of(type(leaf))
+    if registered is None or registered.parts is None:
+        return None
+    try:
+        return registered.parts(leaf, "")
+    except UnsupportedLeafError:
+        return registered.parts(leaf, readable(cell))  # only a refusal pays for the path
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (np.ndarray, np.generic)) or tensor_type_of(type(leaf)) is not None
+    return isinstance(leaf, (np.ndarray, np.generic, ShardOf)) or tensor_type_of(type(leaf)) is not None
 
 
-def _check_tensor(tensor: Tensor, leaf: Any, cell: Cell, *, memory: bool) -> LeafSource | None:
+def _check_tensor(tensor: Tensor, leaf: Any, expected: Sequence[int], cell: Cell, *, memory: bool) -> LeafSource | None:
     if tensor.kind in _OPAQUE_KINDS:
         return None
     source = None
@@ -136,8 +172,8 @@ def _check_tensor(tensor: Tensor, leaf: Any, cell: Cell, *, memory: bool) -> Lea
             _mismatch(cell, "dtype", leaf.dtype, tensor.dtype)
     else:
         _mismatch(cell, "structure", _kind(leaf), f"a tensor of shape {tuple(tensor.shape)}")
-    if tuple(shape) != tuple(tensor.shape):
-        _mismatch(cell, "shape", tuple(shape), tuple(tensor.shape))
+    if tuple(shape) != tuple(expected):
+        _mismatch(cell, "shape", tuple(shape), tuple(expected))
     if dtype != tensor.dtype:
         _mismatch(cell, "dtype", dtype, tensor.dtype)
     return source
@@ -149,8 +185,25 @@ def memory(places: list[Place]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
+class _Memory:
+    """Memory of a leaf for NumPy, which keeps this alive, and this the leaf."""
+
+    def __init__(self, address: int, nbytes: int, leaf: Any) -> None:
+        self.leaf = leaf
+        self.__array_interface__ = {"version": 3, "data": (address, False), "typestr": "|u1", "shape": (nbytes,)}
+
+
+def room(place: Place) -> Array | None:
+    """The memory that takes the bytes of a box as they are, 1-d; None if they must be copied."""
+    address = _address(place)
+    if address is None:
+        return None
+    nbytes = place.leaf.nbytes if place.source is None else place.source.nbytes
+    return np.asarray(_Memory(address, nbytes, place.leaf))
+
+
 def _address(place: Place) -> int | None:
-    leaf, path, source = place
+    leaf, path, source, _ = place
     if isinstance(leaf, np.ndarray):
         if not leaf.flags.writeable:
             raise TargetMismatchError(f"{path}: the target's array is read-only, inplace=True cannot fill it")
@@ -184,12 +237,34 @@ def fillable(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or (registered is not None and registered.assign is not None)
 
 
-def rebuild(tree: Any, target: Any, values: Mapping[int, Any], *, inplace: bool) -> Any:
-    """The target's containers with loaded leaves (or, in place, its own tensors)."""
+def rebuild(tree: Any, target: Any, values: Mapping[int, Any], boxes: Iterable[Any], *, inplace: bool) -> Any:
+    """The target's containers with loaded leaves (or, in place, its own tensors).
+
+    Args:
+        tree: a checked tree.
+        target: what :func:`match` has accepted.
+        values: for each tensor that is wanted whole.
+        boxes: values for the boxes, in the order of :attr:`Matched.parts`.
+        inplace: keep the leaves that have been filled.
+    """
+    made = iter(boxes)
 
     def leaf(node: Any, old: Any, cell: Cell) -> Any:
         if type(node) is not int:
             return build(node, ())
-        return old if inplace and fillable(old) else values[node]
+        inner = _parts_of(old, cell)
+        if inner is None:
+            return old if inplace and fillable(old) else values[node]
+        mine = [next(made) for _ in inner]
+        if inplace and all([fillable(part) for _, part in inner]):
+            return old
+        return _joined(old, mine)
 
     return walk(tree, target, leaf)
+
+
+def _joined(leaf: Any, values: Sequence[Any]) -> Any:
+    if isinstance(leaf, ShardOf):
+        return ShardOf(values[0], leaf.shape, leaf.start)
+    registered = tensor_type_of(type(leaf))
+    return values[0] if registered is None or registered.join is None else registered.join(leaf, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ from fp_multi._tree_leaves import (
     type_name,
     unknown_leaf,
 )
-from fp_multi._types import Described, ExtensionType
+from fp_multi._types import Box, Described, ExtensionType, Sharded, ShardOf
 from fp_multi.errors import UnsupportedLeafError
 
 _SCALAR_NODES: dict[type, Callable[[Any], Any]] = {
@@ -86,10 +87,15 @@ def _describe(state: Any, allow_pickle: bool) -> Described:
         raise UnsupportedLeafError(
             "<root>: nested too deeply for what is left of the interpreter's stack", "<root>"
         ) from error
-    return Described(tree, _names(walk.places), walk.sources)
+    return Described(tree, name_tensors(walk.places), walk.sources)
 
 
-def _names(places: list[tuple[str | None, Cell]]) -> list[str]:
+def name_tensors(places: list[tuple[str | None, Cell]]) -> list[str]:
+    """The names of tensors (docs/format.md 3.4).
+
+    Args:
+        places: for each its plain name, None if it has none, and its path.
+    """
     texts = [text for text, _ in places]
     unique = set(texts)
     escaped = {text for text in unique if not text or (text[0] in "~_" and not _is_plain(text))}
@@ -241,6 +247,38 @@ def _extension(name: str, codec: ExtensionType) -> Handler:
     return handler
 
 
+def _shard(walk: Walk, value: ShardOf, text: str | None, cell: Cell, depth: int) -> Any:
+    inner = Walk(walk.allow_pickle)
+    _handler(type(value.array))(inner, value.array, text, cell, depth)
+    source = inner.sources[0] if len(inner.sources) == 1 else None
+    if source is None or source.sharded is not None or source.kind in ("bytes", "bytearray", "pickle"):
+        refuse(cell, f"ShardOf takes an array or a tensor, found {type_name(type(value.array))}")
+    shape, start = tuple(value.shape), tuple(value.start)
+    inside = len(shape) == len(start) == len(source.shape)
+    for first, length, extent in zip(start, source.shape, shape, strict=False):
+        inside = inside and first >= 0 and length > 0 and first + length <= extent
+    if not inside:
+        refuse(
+            cell,
+            f"ShardOf: the box at {start} of {source.shape} is empty or not inside the shape {shape}; a rank that has "
+            "nothing of a tensor leaves its key out",
+        )
+    key = ("shard", id(value))
+    known = walk.seen.get(key)
+    if known is not None:
+        return known
+    whole = source._replace(
+        shape=shape,
+        nbytes=source.itemsize * prod(shape),
+        address=0,
+        keepalive=value,
+        strides=None,
+        fetch=None,
+        sharded=Sharded((Box(start, source.shape),), (), ((0, source),)),
+    )
+    return walk.add(key, whole, text, cell)
+
+
 _BASE_HANDLERS: dict[type, Handler] = {
     **{kind: _scalar(to_node) for kind, to_node in _SCALAR_NODES.items()},
     dict: _dict,
@@ -250,6 +288,7 @@ _BASE_HANDLERS: dict[type, Handler] = {
     bytes: byte_string_handler("bytes"),
     bytearray: byte_string_handler("bytearray"),
     np.ndarray: array_leaf,
+    ShardOf: _shard,
 }
 _handlers: dict[type, Handler] = dict(_BASE_HANDLERS)
 

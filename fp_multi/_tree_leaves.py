@@ -96,7 +96,7 @@ def array_leaf(walk: Walk, array: Array, text: str | None, cell: Cell, depth: in
     name, itemsize, _ = info
     source = tuple.__new__(
         LeafSource,
-        (name, shape, nbytes, address, keepalive, "numpy", strides, attrs, None, itemsize, None, None),
+        (name, shape, nbytes, address, keepalive, "numpy", strides, attrs, None, itemsize, None, None, None),
     )
     walk.sources.append(source)
     walk.places.append((text, cell))
@@ -157,7 +157,7 @@ def tensor_handler(tensor_type: TensorType) -> Handler:
         identity = source.identity
         if identity is None:
             # Device memory has no address here, and empty tensors have none of their own.
-            by_address = source.nbytes and source.fetch is None
+            by_address = source.nbytes and source.fetch is None and source.sharded is None
             identity = (source.address, source.strides) if by_address else ("object", id(value))
         key = (identity, source.shape, source.dtype, source.kind, attrs)
         index = walk.seen.get(key)

@@ -27,6 +27,50 @@ Pin: TypeAlias = Callable[[int, int], Callable[[], None]]
 """``pin(address, nbytes)`` page-locks host memory for device copies and returns the undo."""
 
 
+class Box(NamedTuple):
+    """An axis-aligned part of a tensor."""
+
+    start: tuple[int, ...]
+    """First index on each axis."""
+    length: tuple[int, ...]
+    """Number of indices on each axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """How a global tensor lies spread over ranks, and which boxes of it are here."""
+
+    boxes: tuple[Box, ...]
+    """They tile the global shape exactly; the same on every rank, in the same order."""
+    holders: tuple[tuple[int, ...], ...]
+    """For each box the ranks that have its values, ascending: more than one are replicas. Empty where only this rank's
+    own box is known (:class:`ShardOf`)."""
+    local: tuple[tuple[int, LeafSource], ...]
+    """What this rank has: index of a box, and the source of its bytes (whose shape is the box's length)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOf:
+    """A leaf of a state that is one box of a larger tensor, whose other boxes are on other ranks.
+
+    For states that no framework describes: a sharded optimizer's flat buffers, for instance. Ranks that give the same
+    box have replicas of it; together the boxes must tile the tensor.
+
+    Example:
+        >>> import numpy as np, fp_multi as fp
+        >>> part = fp.ShardOf(np.ones(3), shape=(6,), start=(3,))
+        >>> part.shape
+        (6,)
+    """
+
+    array: Any
+    """NumPy array or a registered framework's tensor: the box's values."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    """Where the box begins on each axis."""
+
+
 class LeafSource(NamedTuple):
     """Where the bytes of one tensor are, and what they mean.
 
@@ -51,6 +95,9 @@ class LeafSource(NamedTuple):
     """Equal for two leaves that are one tensor; None derives it from address, shape, strides and dtype."""
     pin: Pin | None = None
     """For device tensors: how to page-lock the host memory that ``fetch`` copies to."""
+    sharded: Sharded | None = None
+    """For a tensor spread over ranks or devices: ``shape`` and ``nbytes`` are the global ones then, and neither
+    ``address`` nor ``fetch`` is used."""
 
 
 class HostTensor(NamedTuple):
@@ -82,6 +129,11 @@ class TensorType:
     """``spec(tensor)``: dtype name and shape, also of tensors that have no memory (meta tensors)."""
     assign: Callable[[Any, Any], None] | None = None
     """``assign(tensor, value)`` copies a loaded tensor into an existing one (``load(..., inplace=True)``)."""
+    parts: Callable[[Any, str], Sequence[tuple[Box, Any]] | None] | None = None
+    """``parts(tensor, path)``: of a tensor that is spread over processes the boxes that are here, each with the tensor
+    that holds it; None for any other tensor. ``load(..., target=)`` reads these boxes only."""
+    join: Callable[[Any, Sequence[Any]], Any] | None = None
+    """``join(tensor, values)``: a tensor spread like an existing one, made of loaded ones for its ``parts``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +181,7 @@ class SaveReport:
     tensor_nbytes: int
     file_nbytes: int
     engine: str
+    """Empty if this process wrote nothing."""
     direct: bool
     reasons: tuple[str, ...]
     plan_s: float
@@ -139,6 +192,16 @@ class SaveReport:
     begin_s: float = 0.0
     """When the save was asked for, on the clock of ``time.perf_counter()``."""
     shards: tuple[ShardReceipt, ...] = field(default=())
+    """What this process wrote."""
+    writers: tuple[int, ...] = (0,)
+    """The ranks that were chosen to write what several ranks have."""
+    writers_reason: str = ""
+    """Why these; empty for a process on its own."""
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of the files that this process wrote."""
+        return sum([shard.nbytes for shard in self.shards])
 
     @property
     def gbytes_per_s(self) -> float:

@@ -133,7 +133,7 @@ def _check_shard(
     ]
     table = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
     try:
-        crcs = _reader.read_ranges(path, present, np.empty((0, 3), np.int64), table[:, :2], config, progress)
+        crcs, _ = _reader.read_ranges(path, present, np.empty((0, 3), np.int64), table[:, :2], config, progress)
     except StorageError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read: {error}", shard=shard.file) from error
     for i in np.flatnonzero(crcs != table[:, 2]).tolist():

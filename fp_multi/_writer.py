@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fp_multi import _engine, _engines, _staging
-from fp_multi._layout import chunk_sizes
+from fp_multi._layout import chunk_nbytes_for, chunk_sizes
 from fp_multi._types import LeafSource, ShardReceipt
 from fp_multi.config import SaveConfig
 
@@ -35,8 +35,11 @@ class PendingWrite:
             self.job.wait()
         _staging.release(self.parts)
 
-    def finish(self) -> tuple[ShardReceipt, list[int]]:
+    def finish(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> tuple[ShardReceipt, list[int]]:
         """Wait until the file is complete (and on the drive, if durable).
+
+        Args:
+            on_tick: called about ten times a second; the write stops if it raises.
 
         Returns:
             The receipt, and the CRC of each chunk: the header's first, then each tensor's in file order.
@@ -47,7 +50,7 @@ class PendingWrite:
         """
         with self:
             _staging.feed(self.job, self.parts)
-            _engines.wait(self.job)
+            _engines.wait(self.job, on_tick)
         stats = self.job.stats
         receipt = ShardReceipt(
             file=os.path.basename(self.path),
@@ -69,6 +72,8 @@ def start_write(
     sources: Sequence[LeafSource],
     config: SaveConfig,
     *,
+    sizes: Sequence[int] | None = None,
+    chunk_nbytes: int | None = None,
     reuse: bool = False,
     slot: int = 0,
     spill_nbytes: int = 0,
@@ -80,6 +85,8 @@ def start_write(
         header: the first bytes.
         sources: the tensors behind it, in file order.
         config: how to write.
+        sizes: bytes of each piece that has checksums of its own; None if each source is one.
+        chunk_nbytes: bytes that one checksum covers; None for what the configuration says.
         reuse: overwrite an existing file in place and cut it to length: its blocks are allocated already, which is the
             fastest way to write there is. The old content is lost from the first moment.
         slot: files in different slots are written at the same time, each by an engine of its own.
@@ -87,12 +94,15 @@ def start_write(
     """
     parts = _staging.extents(header, sources, config.block_bytes)
     chunks = [len(header)] if header else []
-    for source in sources:
-        nbytes = source.nbytes
-        if 0 < nbytes <= config.chunk_bytes:
+    if sizes is None:
+        sizes = [source.nbytes for source in sources]
+    if chunk_nbytes is None:
+        chunk_nbytes = chunk_nbytes_for(sum(sizes), config.chunk_bytes)
+    for nbytes in sizes:
+        if 0 < nbytes <= chunk_nbytes:
             chunks.append(nbytes)
         elif nbytes:
-            chunks.extend(chunk_sizes(nbytes, config.chunk_bytes))
+            chunks.extend(chunk_sizes(nbytes, chunk_nbytes))
     try:
         job = _engines.engine("write", slot).submit_write(
             path,

@@ -10,15 +10,17 @@ from typing import Any, Literal, Self
 
 from fp_multi import _commit, _eager, _engines
 from fp_multi._advice import Advice
+from fp_multi._comm import Comm
 from fp_multi._format import check_metadata
 from fp_multi._in_flight import InFlight, Progress
 from fp_multi._pending import PendingSave
 from fp_multi._stats import Stats
-from fp_multi._steps import Retention, complete_steps
+from fp_multi._step_reader import StepReader
+from fp_multi._steps import Retention, complete_steps, step_path
+from fp_multi._together import Together, begin, team_of
 from fp_multi._trace import Trace
 from fp_multi._tree import describe
-from fp_multi._types import LeafSource, Selection, TensorBuilder
-from fp_multi.checkpoint import load
+from fp_multi._types import LeafSource, Selection
 from fp_multi.config import LoadConfig, SaveConfig
 from fp_multi.errors import ConfigError
 
@@ -27,7 +29,7 @@ Overlap = Literal["hybrid", "borrow", "snapshot"]
 _UNBOUNDED = (1 << 63) - 1
 
 
-class Checkpointer:
+class Checkpointer(StepReader):
     """Saves steps into a directory while training goes on (FastPersist, arXiv 2406.13768 section 4.3).
 
     ``save`` returns at once. The state must not change before ``wait_for_staging`` (the fence) has returned; adapters
@@ -37,8 +39,8 @@ class Checkpointer:
     ``"snapshot"``: everything is copied first, at memory speed; the fence waits for the copy.
     ``"hybrid"``: borrows, and when the fence comes copies only what has not left yet.
 
-    A save that fails in the background raises once, at the first of ``save``, ``wait_for_staging``, ``wait``,
-    ``close`` and :meth:`PendingSave.wait` that comes; the checkpoints that were complete stay as they are.
+    A save that fails in the background raises once, at the first of ``save`` (without ``comm``), ``wait_for_staging``,
+    ``wait``, ``close`` and :meth:`PendingSave.wait` that comes; the checkpoints that were complete stay as they are.
 
     Args:
         directory: where steps are kept; made if missing.
@@ -55,6 +57,9 @@ class Checkpointer:
         load_config: how to read.
         progress: called by a thread of its own about ten times a second while a step is saved, and once when that is
             over, with its :class:`PendingSave`: ``progress``, ``done``, ``error`` and ``report`` tell.
+        comm: the processes that save together, as for :func:`fp_multi.save`. All of them make the Checkpointer, and
+            call ``save`` and ``restore`` in the same order; they agree on each save in the background. Files are
+            recycled with one save in flight only.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -85,6 +90,7 @@ class Checkpointer:
         config: SaveConfig = SaveConfig(),
         load_config: LoadConfig = LoadConfig(),
         progress: Progress | None = None,
+        comm: Comm | None = None,
     ) -> None:
         if overlap not in ("hybrid", "borrow", "snapshot"):
             raise ConfigError(f'overlap must be "hybrid", "borrow" or "snapshot", found {overlap!r}')
@@ -101,22 +107,24 @@ class Checkpointer:
             raise ConfigError("keep_every needs keep: without keep every step stays")
         if max_in_flight not in (1, 2):
             raise ConfigError(f"max_in_flight must be 1 or 2, found {max_in_flight}")
-        self.directory = _commit.resolve(directory)
-        self.overlap = overlap
-        self.config = config
-        self.load_config = load_config
-        self.stats = Stats()
-        _commit.make_parents(self.directory, durable=config.durable)
-        complete_steps(self.directory)  # says now if it is no directory, or not ours to read
-        self._spill_nbytes = _UNBOUNDED if staging_bytes is None else staging_bytes
-        self._trace = Trace()
-        self._retention = Retention(
-            self.directory,
-            keep=keep,
+        comm = None if comm is None or comm.size == 1 else comm
+        leads = comm is None or team_of(comm).leads
+        path = _commit.resolve(directory)
+        _commit.make_parents(path, durable=config.durable)
+        complete_steps(path)  # says now if it is no directory, or not ours to read
+        retention = Retention(
+            path,
+            keep=keep if leads else None,
             keep_every=keep_every,
-            spares=max_in_flight if recycle else 0,
+            spares=max_in_flight if recycle and (comm is None or max_in_flight == 1) else 0,
             durable=config.durable,
         )
+        super().__init__(path, load_config, retention, comm)
+        self.overlap = overlap
+        self.config = config
+        self.stats = Stats()
+        self._spill_nbytes = _UNBOUNDED if staging_bytes is None else staging_bytes
+        self._trace = Trace()
         self._in_flight = InFlight(
             self.directory,
             config,
@@ -136,6 +144,7 @@ class Checkpointer:
         step: int,
         state: Any,
         *,
+        path: str | os.PathLike[str] | None = None,
         metadata: Mapping[str, str] | None = None,
         copy: Selection = (),
         overwrite: bool = False,
@@ -147,6 +156,7 @@ class Checkpointer:
             step: its number, at least 0.
             state: as for :func:`fp_multi.save`. Plain values, arrays without axes and byte arrays are taken as they
                 are now; other arrays are read until the fence.
+            path: a place of its own instead, of which ``steps``, ``restore`` and retention do not know.
             metadata: strings to keep with it.
             copy: subtrees whose arrays are copied before this returns, because they may change before the fence. If
                 they are more than 64 MiB, the whole state is copied, as in snapshot mode, and this waits for it.
@@ -161,12 +171,47 @@ class Checkpointer:
             CheckpointExistsError: the step exists, or is being saved.
             ConfigError: the step or the metadata cannot be, or the Checkpointer is closed.
             EngineClosedError: this process was forked from the one that made the Checkpointer.
-            FpMultiError: an earlier save failed in the background. This one has not been started then.
+            FpMultiError: an earlier save failed in the background, and this one has not been started (with ``comm`` the
+                fence, ``wait`` and ``close`` raise that instead).
         """
         self._require_open()
         number = _step_number(step)
         begin_s = time.perf_counter()
-        self._in_flight.raise_errors()
+        team = None if self.comm is None else begin(self.comm, f"step {number} in {self.directory!r}")
+        try:
+            if team is None:
+                # With other ranks not: who has heard of an earlier error is another matter on each of them.
+                self._in_flight.raise_errors()
+            pending, queue_s, copies_all = self._begin_save(
+                number, state, path, metadata, copy, overwrite, allow_pickle, team
+            )
+        except BaseException as error:
+            if team is not None:
+                team.give_up(error)
+            raise
+        if copies_all:
+            pending.wait_staged()
+        end_s = time.perf_counter()
+        stalls = {"stall_save_s": end_s - begin_s - queue_s, "stall_queue_s": queue_s}
+        pending.add(**stalls)
+        pending.saved_s = end_s
+        self.stats.asked(number, begin_s)
+        self.stats.stalled(**stalls)
+        self._trace.span("training", f"save {number}", begin_s, end_s, step=number, queue_s=queue_s)
+        return pending
+
+    def _begin_save(
+        self,
+        number: int,
+        state: Any,
+        path: str | os.PathLike[str] | None,
+        metadata: Mapping[str, str] | None,
+        copy: Selection,
+        overwrite: bool,
+        allow_pickle: bool,
+        team: Together | None,
+    ) -> tuple[PendingSave, float, bool]:
+        """Describe and hand over; returns the save, seconds waited for its turn, and whether all of it is copied."""
         attached = check_metadata(metadata) or {}
         described = describe(state, allow_pickle=allow_pickle)
         changing = _eager.selected(described, copy).union(
@@ -178,24 +223,21 @@ class Checkpointer:
             eager_nbytes = 0
         elif eager_nbytes:
             described = _eager.copy_indices(described, changing)
+        place = step_path(self.directory, number) if path is None else _commit.resolve(path)
+        if team is not None:
+            # Here, where all ranks come in the same order; in the background it is known then.
+            team.team.prepare(described, self.config, os.path.dirname(place), team.round)
         pending, queue_s = self._in_flight.start(
             number,
             described,
             attached,
+            path=place,
             overwrite=overwrite,
             eager_nbytes=eager_nbytes,
             spill_nbytes=self._spill_nbytes if copies_all or self.overlap == "snapshot" else None,
+            team=team,
         )
-        if copies_all:
-            pending.wait_staged()
-        end_s = time.perf_counter()
-        stalls = {"stall_save_s": end_s - begin_s - queue_s, "stall_queue_s": queue_s}
-        pending.add(**stalls)
-        pending.saved_s = end_s
-        self.stats.asked(number, begin_s)
-        self.stats.stalled(**stalls)
-        self._trace.span("training", f"save {number}", begin_s, end_s, step=number, queue_s=queue_s)
-        return pending
+        return pending, queue_s, copies_all
 
     def changing(self, sources: Sequence[LeafSource]) -> Iterable[int]:
         """Which tensors of a state may change before the fence, by index; adapters that know override it.
@@ -245,59 +287,10 @@ class Checkpointer:
     def _require_open(self) -> None:
         self._in_flight.require_open()
 
-    # Restoring
-
-    def steps(self) -> list[int]:
-        """The complete steps, in order."""
-        return list(complete_steps(self.directory))
-
-    def latest_step(self) -> int | None:
-        """The newest complete step, None if there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
-
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        target: Any = None,
-        only: Selection | None = None,
-        inplace: bool = False,
-        allow_pickle: bool = False,
-        tensor_builder: TensorBuilder | None = None,
-    ) -> tuple[int, Any]:
-        """Load a step.
-
-        Retention leaves it alone meanwhile, in whatever process that runs.
-
-        Args:
-            step: which; None for the newest complete one.
-            target: as for :func:`fp_multi.load`, like all below.
-            only: subtrees to load.
-            inplace: fill the target's own arrays; waits for the fence first.
-            allow_pickle: unpickle leaves that were pickled.
-            tensor_builder: makes a framework's tensors.
-
-        Returns:
-            The step and the state.
-
-        Raises:
-            CheckpointNotFoundError: there is no such step; the message names those that there are.
-            FpMultiError: whatever :func:`fp_multi.load` raises.
-        """
+    def _before_restore(self, *, inplace: bool) -> None:
         self._in_flight.require_here()
         if inplace:
             self._fence()
-        with self._retention.reading(step) as (chosen, path):
-            return chosen, load(
-                path,
-                target=target,
-                only=only,
-                inplace=inplace,
-                config=self.load_config,
-                allow_pickle=allow_pickle,
-                tensor_builder=tensor_builder,
-            )
 
     # Seeing it
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fp_multi._policy import PerNode as PerNode
+from fp_multi._policy import Writers as Writers
+from fp_multi._policy import check_writers
+from fp_multi._policy import per_node as per_node
 from fp_multi.errors import ConfigError
 
 Capability = Literal["on", "off", "auto"]
@@ -58,8 +63,13 @@ class SaveConfig(IOConfig):
 
     durable: bool = True
     """Flush files and directories to the drive before a save is reported complete. Off only for tests and scratch."""
-    chunk_bytes: int = 4 * MIB
-    """Bytes that one checksum covers: a multiple of 4096, at most 16 MiB."""
+    chunk_bytes: int = 0
+    """Bytes that one checksum covers: a multiple of 4096, at most 16 MiB. 0 chooses by the size of the state, 32 KiB to
+    4 MiB: who reads a part of a tensor reads whole chunks."""
+    writers: Writers = "auto"
+    """Which of several ranks write what they all hold: a policy, or a tuple of ranks."""
+    drive_bytes_per_s: float | None = None
+    """Rate of the drive as one host sees it, in bytes per second; None lets ``writers="auto"`` measure it."""
 
     def __post_init__(self) -> None:
         """Reject what cannot work.
@@ -68,8 +78,16 @@ class SaveConfig(IOConfig):
             ConfigError: a field is out of range.
         """
         IOConfig.__post_init__(self)
-        if not 4096 <= self.chunk_bytes <= 16 * MIB or self.chunk_bytes % 4096:
-            raise ConfigError(f"chunk_bytes must be a multiple of 4096, at most {16 * MIB}, found {self.chunk_bytes}")
+        if self.chunk_bytes and (not 4096 <= self.chunk_bytes <= 16 * MIB or self.chunk_bytes % 4096):
+            raise ConfigError(
+                f"chunk_bytes must be 0 or a multiple of 4096, at most {16 * MIB}, found {self.chunk_bytes}"
+            )
+        check_writers(self.writers)
+        rate = self.drive_bytes_per_s
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf
+        ):
+            raise ConfigError(f"drive_bytes_per_s must be a number above 0, or None, found {rate!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,3 +164,38 @@ class TargetMismatchError(FpMultiError, ValueError):
 
 class EngineClosedError(FpMultiError, RuntimeError):
     """The engine was closed, or belongs to another process (a fork)."""
+
+
+class CommError(FpMultiError, RuntimeError):
+    """The processes of the job cannot reach each other, or are not doing the same thing."""
+
+
+class RankFailedError(CommError):
+    """Another process of the job failed, and so did what all were doing together; nothing was committed.
+
+    Attributes:
+        rank: which one.
+        kind: the class of the error there, by name, for example ``NoSpaceError``.
+        text: what the error said.
+    """
+
+    def __init__(self, rank: int, kind: str, text: str) -> None:
+        super().__init__(rank, kind, text)
+        self.rank = rank
+        self.kind = kind
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed, so nothing was committed; there: {self.kind}: {self.text}"
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A process of the job did not answer in time; it may be dead, or just slow.
+
+    Attributes:
+        ranks: the ranks that were waited for in vain, as far as they are known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

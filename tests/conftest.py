@@ -17,3 +17,11 @@ from fp_multi import _engine
 def no_fault_left() -> Iterator[None]:
     yield
     _engine.clear_faults()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is remembered of measured drives is the user's: tests, and what they start, have a cache of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

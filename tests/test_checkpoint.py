@@ -297,7 +297,7 @@ def flip(path: Path, offset: int) -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c"
     state = {"big": np.random.default_rng(0).random(2_000_000), "small": np.arange(10), "last": np.arange(77)}
-    fp.save(state, path)
+    fp.save(state, path, config=fp.SaveConfig(chunk_bytes=4 << 20))
     pieces = {tensor.name: tensor.pieces[0] for tensor in fp.read_manifest(path).tensors}
     flip(path / SHARD, pieces["big"].offset + (9 << 20))
     with pytest.raises(errors.ChecksumError, match="'big', chunk 2") as caught:

@@ -494,7 +494,9 @@ def test_convert_replaces_only_on_request(tmp_path: Path, suffix: str) -> None:
     assert invoke("convert", source, target, "--overwrite").exit_code == OK
 
 
-def test_convert_of_a_corrupt_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+def test_convert_of_a_corrupt_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "ckpt"
+    fp.save({"model": {"weight": np.arange(5000.0)}}, checkpoint)
     flip(checkpoint / SHARD, fp.read_manifest(checkpoint).tensors[0].pieces[0].offset)
     done = invoke("convert", checkpoint, tmp_path / "out.safetensors")
     assert done.exit_code == CORRUPT

@@ -12,7 +12,7 @@ from support import FakeDevice, random_bytes
 
 import fp_multi as fp
 from fp_multi import _eager
-from fp_multi._layout import lay_out
+from fp_multi._contents import Contents, lay_out_shard
 from fp_multi._tree import describe
 from fp_multi._types import Described, LeafSource
 from fp_multi.errors import KeyNotFoundError
@@ -135,9 +135,10 @@ def test_copies_in_the_end_of_a_file_are_counted(tensors: list[tuple[int, bool]]
         LeafSource("uint8", (nbytes,), nbytes, 0, _eager.Copy(np.empty(0, np.uint8)) if copied else None)
         for nbytes, copied in tensors
     ]
-    layout = lay_out([source.nbytes for source in sources])
-    begin = data.draw(st.integers(0, layout.nbytes))
-    marks = np.zeros(layout.nbytes, bool)
-    for index, at in zip(layout.order, layout.begins, strict=True):
-        marks[at : at + sources[index].nbytes] = tensors[index][1]
-    assert _eager.copied_behind(Described(0, [], sources), begin) == marks[begin:].sum()
+    shard = lay_out_shard(Contents("file", range(len(sources)), [f"t{i}" for i in range(len(sources))], sources))
+    copied_nbytes = data.draw(st.integers(0, shard.data.nbytes + len(shard.header)))
+    own = np.zeros(shard.data.nbytes, bool)
+    for index, at in zip(shard.data.order, shard.data.begins, strict=True):
+        own[at : at + sources[index].nbytes] = not tensors[index][1]
+    begin = max(shard.data.nbytes - copied_nbytes, 0)
+    assert _eager.copied_at_fence(shard, copied_nbytes) == own[begin:].sum()

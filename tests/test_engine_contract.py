@@ -288,7 +288,7 @@ def test_offsets_beyond_4_gib(engine, mode, tmp_path):
     memory = np.zeros(data.nbytes, np.uint8)
     segments = np.array([[where, data.nbytes, memory.__array_interface__["data"][0]]], np.int64)
     chunks = segments[:, :2]
-    crcs = _reader.read_ranges(
+    crcs, moved_nbytes = _reader.read_ranges(
         str(tmp_path / "f"),
         where + data.nbytes,
         segments,
@@ -297,6 +297,7 @@ def test_offsets_beyond_4_gib(engine, mode, tmp_path):
     )
     assert memory.tobytes() == data.tobytes()
     assert crcs.tolist() == [_engine.crc32c(data.tobytes())]
+    assert data.nbytes <= moved_nbytes <= data.nbytes + 2 * 4096
 
 
 def host_source(array: np.ndarray) -> LeafSource:
@@ -330,7 +331,7 @@ def test_writer_and_reader_agree(mode, tmp_path):
     chunks = np.column_stack([np.cumsum([0, *sizes])[:-1], sizes]).astype(np.int64)
     seen: list[int] = []
     shuffled = np.random.default_rng(7).permutation(len(chunks))
-    found = _reader.read_ranges(path, len(whole), segments, chunks[shuffled], fp.LoadConfig(**settings), seen.append)
+    found, _ = _reader.read_ranges(path, len(whole), segments, chunks[shuffled], fp.LoadConfig(**settings), seen.append)
     assert buffers[0].tobytes() == whole
     assert found.tolist() == [crcs[i] for i in shuffled]
     assert all(0 <= n <= len(whole) + PAGE for n in seen)

@@ -230,7 +230,9 @@ def test_interrupts_during_saves_leave_nothing(tmp_path):
 
 
 def test_control_c_ends_a_saving_process(tmp_path):
+    # Who runs the tests in the background of a shell has the signal ignored.
     code = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         fp.save(small_state(1), sys.argv[1], overwrite=True, config=config())
         print("saved", flush=True)

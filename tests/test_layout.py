@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp_multi import _layout
-from fp_multi._layout import PAGE, box_runs, chunk_count, chunk_sizes, lay_out, plan_reads
+from fp_multi._layout import PAGE, chunk_count, chunk_sizes, lay_out, plan_reads, shared_runs, touched_chunks
 
 BLOCK = 64 << 10
 MEMORY = 1 << 30
@@ -112,25 +112,42 @@ def test_nothing_wanted_is_no_request():
     assert empty.shape == (0, 3)
 
 
+def boxes(data, shape):
+    start = [data.draw(st.integers(0, n - 1)) for n in shape]
+    return start, [data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True)]
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_box_runs_are_numpy_slicing(data):
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=5))
+def test_shared_runs_are_numpy_slicing(data):
+    outer = data.draw(st.lists(st.integers(1, 6), max_size=5))
     itemsize = data.draw(st.sampled_from([1, 2, 3, 16]))
-    start = [data.draw(st.integers(0, n - 1)) for n in shape]
-    length = [data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True)]
-    whole = np.arange(int(np.prod(shape, dtype=int)) * itemsize).reshape(*shape, itemsize)
-    box = whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))]
-    offsets, run = box_runs(shape, start, length, itemsize)
-    found = (offsets[:, None] + np.arange(run)[None, :]).ravel()
-    assert found.tolist() == box.ravel().tolist()
+    corner, inner = boxes(data, outer)
+    start, length = boxes(data, inner)
+    frames = [(outer, [a + b for a, b in zip(corner, start, strict=True)]), (inner, start)]
+    found, run = shared_runs(length, frames, itemsize)
+    for (shape, begin), offsets in zip(frames, found, strict=True):
+        whole = np.arange(int(np.prod(shape, dtype=int)) * itemsize).reshape(*shape, itemsize)
+        box = whole[tuple(slice(s, s + n) for s, n in zip(begin, length, strict=True))]
+        assert (offsets[:, None] + np.arange(run)[None, :]).ravel().tolist() == box.ravel().tolist()
 
 
-def test_box_runs_are_as_long_as_can_be():
-    offsets, run = box_runs((8, 4, 4), (2, 0, 0), (3, 4, 4), 4)
+def test_shared_runs_are_as_long_as_can_be():
+    (offsets,), run = shared_runs((3, 4, 4), [((8, 4, 4), (2, 0, 0))], 4)
     assert (offsets.tolist(), run) == ([2 * 64], 3 * 64)
-    offsets, run = box_runs((8, 4), (0, 1), (8, 2), 4)
+    (offsets,), run = shared_runs((8, 2), [((8, 4), (0, 1))], 4)
     assert (len(offsets), run) == (8, 8)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_touched_chunks(data):
+    chunk = data.draw(st.integers(1, 20))
+    nbytes = data.draw(st.integers(1, 200))
+    run = data.draw(st.integers(1, nbytes))
+    offsets = data.draw(st.lists(st.integers(0, nbytes - run), min_size=1, max_size=10))
+    wanted = sorted({at // chunk for offset in offsets for at in range(offset, offset + run)})
+    assert touched_chunks(np.array(offsets, np.int64), run, chunk, nbytes).tolist() == wanted
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 3 * PAGE), st.integers(1, 4).map(lambda n: n * PAGE))))

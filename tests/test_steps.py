@@ -177,7 +177,7 @@ def test_spares_are_few_and_end_with_their_owner(tmp_path: Path) -> None:
     assert len(hidden_names(tmp_path)) == 2
     spare = kept.take()
     assert spare is not None
-    assert (spare.shard() or "").endswith("shard-00000-of-00001.safetensors")
+    assert list(spare.shards()) == ["shard-00000-of-00001.safetensors"]
     spare.remove()
     spare.remove()
     assert len(hidden_names(tmp_path)) == 1
