@@ -14,6 +14,9 @@ Example:
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from fp_multi import TensorType, register_tensor_type
@@ -21,7 +24,7 @@ from fp_multi import TensorType, register_tensor_type
 from ._builder import assign
 from ._capture import capture as capture
 from ._capture import resume as resume
-from ._describe import describe, spec
+from ._describe import describe, join, parts, spec
 from ._device import pin
 from ._extensions import register_extensions
 from ._safetensors import load_file as load_file
@@ -30,8 +33,43 @@ from .checkpointer import Checkpointer as Checkpointer
 from .state_dict import load as load
 from .state_dict import save as save
 
-__all__ = ["save", "load", "save_file", "load_file", "Checkpointer", "capture", "resume"]
+if TYPE_CHECKING:
+    from .comm import TorchComm as TorchComm
+    from .dcp import AsyncStager as AsyncStager
+    from .dcp import StorageReader as StorageReader
+    from .dcp import StorageWriter as StorageWriter
+
+__all__ = [
+    "save",
+    "load",
+    "save_file",
+    "load_file",
+    "Checkpointer",
+    "capture",
+    "resume",
+    "TorchComm",
+    "StorageWriter",
+    "StorageReader",
+    "AsyncStager",
+]
+
+# torch.distributed costs time to import: only who names one of these pays for it.
+_HOMES = {"TorchComm": "comm", "StorageWriter": "dcp", "StorageReader": "dcp", "AsyncStager": "dcp"}
 
 # One registration covers every subclass; describe() refuses those that it cannot store exactly.
-register_tensor_type(torch.Tensor, TensorType(describe=describe, pin=pin, spec=spec, assign=assign))
+register_tensor_type(
+    torch.Tensor, TensorType(describe=describe, pin=pin, spec=spec, assign=assign, parts=parts, join=join)
+)
 register_extensions()
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

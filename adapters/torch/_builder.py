@@ -72,7 +72,7 @@ def assign(tensor: torch.Tensor, value: Any) -> None:
             be written for another reason.
     """
     into = tensor.detach()
-    source = value.detach() if isinstance(value, torch.Tensor) else _from_numpy(value, into.dtype)
+    source = plain_tensor(value, into.dtype)
     if not into.is_conj() and not into.is_neg():
         into = into.view(CARRIERS[into.itemsize])
         source = source.view(CARRIERS[source.itemsize])
@@ -84,7 +84,15 @@ def assign(tensor: torch.Tensor, value: Any) -> None:
         ) from error
 
 
-def _from_numpy(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def plain_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A loaded value as a tensor without history.
+
+    Args:
+        value: a tensor; or a NumPy array or scalar, if NumPy wrote the checkpoint.
+        dtype: its elements.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
     # Through bytes: torch does not take arrays of all types that it has itself.
     return _view(np.frombuffer(bytearray(value.tobytes()), np.uint8), dtype, value.shape).view(dtype)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from fp_multi import LeafSource
+from fp_multi import Box, LeafSource
 from fp_multi.errors import UnsupportedLeafError
 
 from ._device import DeviceFetch, pin
 from ._dtypes import ELEMENTS, Element
 from ._memory_format import memory_format_of
 from ._refusals import meta_tensor, no_memory, past_storage, why_not
+from ._spread import is_distributed
 
 _KINDS: dict[type, str] = {torch.Tensor: "torch", torch.nn.Parameter: "torch.parameter"}
 _GRAD: Mapping[str, str] = {"requires_grad": "1"}
@@ -24,10 +25,10 @@ def describe(tensor: torch.Tensor, path: str) -> LeafSource:
     """Say where the bytes of a tensor are.
 
     Nothing is copied, except conjugate and negative views (their memory holds other values) and tensors of
-    accelerators other than CUDA.
+    accelerators other than CUDA. Of a DTensor the parts that are here are described.
 
     Args:
-        tensor: a tensor or parameter on any device, with any strides.
+        tensor: a tensor or parameter on any device, with any strides, or a DTensor.
         path: where it stands in the state, for messages.
 
     Returns:
@@ -41,6 +42,8 @@ def describe(tensor: torch.Tensor, path: str) -> LeafSource:
     kind = _KINDS.get(type(tensor))
     element = ELEMENTS.get(tensor.dtype)
     if kind is None or element is None or tensor.layout is not _STRIDED or tensor.is_nested:
+        if is_distributed(tensor):
+            return _distributed().describe_distributed(tensor, path)  # type: ignore[no-any-return]
         _refuse(path, why_not(tensor))
     if not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
         return _describe_unusual(tensor, path, kind, element)
@@ -65,6 +68,33 @@ def spec(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The format's dtype name and the shape of a tensor, which need not have memory."""
     element = ELEMENTS.get(tensor.dtype)
     return str(tensor.dtype) if element is None else element.name, tuple(tensor.shape)
+
+
+def parts(tensor: torch.Tensor, path: str) -> Sequence[tuple[Box, torch.Tensor]] | None:
+    """The boxes of a DTensor that are here, each with the tensor that holds it; None for other tensors.
+
+    Args:
+        tensor: any.
+        path: where it stands in a target, for messages.
+
+    Raises:
+        UnsupportedLeafError: it is a DTensor with a partial placement.
+    """
+    if type(tensor) in _KINDS or not is_distributed(tensor):
+        return None
+    return _distributed().parts_of(tensor, path)  # type: ignore[no-any-return]
+
+
+def join(tensor: torch.Tensor, values: Sequence[Any]) -> torch.Tensor:
+    """A DTensor like another one, made of values for its :func:`parts`."""
+    return _distributed().join(tensor, values)  # type: ignore[no-any-return]
+
+
+def _distributed() -> Any:
+    # Importing DTensor takes longer than importing torch: only states that have some wait for it.
+    from . import _dtensor
+
+    return _dtensor
 
 
 def _memory(tensor: torch.Tensor, itemsize: int, path: str) -> tuple[int, int]:

@@ -7,7 +7,10 @@ import torch
 # Looked up by the class's name: importing the modules they are in is slow, and not every torch has them all.
 _SUBCLASSES = {
     "DTensor": "save its to_local() or full_tensor()",
-    "ShardedTensor": "save the tensors of its local_shards()",
+    "ShardedTensor": (
+        "use FSDP2 (fully_shard), whose state dicts are of DTensors; or torch.distributed.checkpoint with fp_multi's "
+        "storage; or save the tensors of its local_shards()"
+    ),
     "NestedTensor": "save its values() and offsets()",
     "MaskedTensor": "save its get_data() and get_mask()",
     "FakeTensor": "it has no data; run outside FakeTensorMode",

@@ -10,12 +10,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 import fp_multi
-from fp_multi import LeafSource
+from fp_multi import LeafSource, PendingSave
 from fp_multi.errors import ConfigError
 
 from ._borrow import changing_sources, steady_storages
 from ._builder import builder_for
 from ._location import MapLocation
+from ._together import saving_together
 
 
 class Checkpointer(fp_multi.Checkpointer):
@@ -35,7 +36,9 @@ class Checkpointer(fp_multi.Checkpointer):
     repeated. With
     ``on_error="warn"`` it is a warning there, and the step is made.
 
-    It is made like :class:`fp_multi.Checkpointer`.
+    It is made like :class:`fp_multi.Checkpointer`. With ``comm=`` every rank of the job makes one and attaches its own
+    optimizer; a fence waits for this rank's own bytes only, never for another rank. DTensors are saved by their
+    placements, each rank its parts.
 
     Example:
         >>> with Checkpointer("run", keep=2) as ckpt:  # doctest: +SKIP
@@ -79,6 +82,23 @@ class Checkpointer(fp_multi.Checkpointer):
                 if hook:
                     one.install()
                 self._attached = (*self._attached, one)
+
+    def save(self, step: int, state: Any, **options: Any) -> PendingSave:
+        """Start saving a step.
+
+        Args:
+            step: its number.
+            state: as for :func:`fp_multi.adapters.torch.save`.
+            **options: see :meth:`fp_multi.Checkpointer.save`.
+
+        Returns:
+            A handle for waiting and for the report.
+
+        Raises:
+            FpMultiError: whatever :meth:`fp_multi.Checkpointer.save` raises.
+        """
+        with saving_together(self.comm):
+            return super().save(step, state, **options)
 
     def changing(self, sources: Sequence[LeafSource]) -> Sequence[int]:
         """The tensors that do not belong to an attached optimizer, by index."""

@@ -6,12 +6,13 @@ import os
 from typing import Any
 
 import fp_multi
-from fp_multi import SaveReport
+from fp_multi import Comm, SaveReport
 from fp_multi.config import LoadConfig, SaveConfig
 from fp_multi.errors import ConfigError
 
 from ._builder import builder_for
 from ._location import MapLocation
+from ._together import saving_together
 
 
 def save(
@@ -22,8 +23,15 @@ def save(
     metadata: dict[str, str] | None = None,
     config: SaveConfig = SaveConfig(),
     allow_pickle: bool = False,
+    comm: Comm | None = None,
 ) -> SaveReport:
     """Write a state as a checkpoint directory; it is durable on return.
+
+    With ``comm=`` the ranks of a job save one checkpoint together. What all of them have (replicated parameters, as
+    under DDP) is divided among them. A DTensor (FSDP2, tensor parallelism, or both) is stored as one whole tensor, of
+    which each rank writes the part that it has; any other number of ranks can load it. A rank may have keys of its own
+    (a sharded optimizer's states of its own parameters) and parts of tensors (flat buffers, as
+    :class:`fp_multi.ShardOf`).
 
     Tensors keep dtype and bits, ``requires_grad``, being a Parameter, and the channels-last memory format; other
     strides are not kept. Two names of one tensor stay one tensor. Views that overlap otherwise become tensors of their
@@ -37,6 +45,8 @@ def save(
         metadata: strings to keep with it.
         config: how to write.
         allow_pickle: pickle values (not tensors) that the format has no form for, instead of refusing them.
+        comm: the ranks that save this together; all of them call this, with the same path. It may have only some of
+            the job's ranks, if these have all parts of every DTensor.
 
     Returns:
         What was done, and how fast.
@@ -46,18 +56,21 @@ def save(
             nothing has been written.
         CheckpointExistsError: ``path`` exists and ``overwrite`` was not given.
         StorageError: the operating system refused an operation.
+        CommError: another rank failed (RankFailedError) or is gone (CommTimeoutError); ``path`` is untouched.
 
     Example:
         >>> save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "step_100")  # doctest: +SKIP
     """
-    return fp_multi.save(
-        obj,
-        path,
-        overwrite=overwrite,
-        metadata=metadata,
-        config=config,
-        allow_pickle=allow_pickle,
-    )
+    with saving_together(comm):
+        return fp_multi.save(
+            obj,
+            path,
+            overwrite=overwrite,
+            metadata=metadata,
+            config=config,
+            allow_pickle=allow_pickle,
+            comm=comm,
+        )
 
 
 def load(
@@ -70,6 +83,8 @@ def load(
     inplace: bool = False,
     config: LoadConfig = LoadConfig(),
     allow_pickle: bool = False,
+    comm: Comm | None = None,
+    broadcast: bool = False,
 ) -> Any:
     """Read a checkpoint directory.
 
@@ -83,11 +98,16 @@ def load(
             ``{"cuda:1": "cuda:0"}``: device by device. A function of a storage and the name of the device it was saved
             on: to the storage it returns, or back if it returns None.
         weights_only: only True, which is how it always is; taken for the sake of calls written for ``torch.load``.
-        target: a state of the same structure to load into or like, see :func:`fp_multi.load`.
+        target: a state of the same structure to load into or like, see :func:`fp_multi.load`. A DTensor in it becomes
+            one with the same mesh and placements: each rank reads just its part, however many ranks saved it. Without a
+            target what was a DTensor is a whole tensor.
         only: the paths of the subtrees wanted.
         inplace: read into the memory of the target's tensors.
         config: how to read.
         allow_pickle: unpickle the values that were saved with ``allow_pickle=True``. Only for files you trust.
+        comm: the ranks that load this together. Without ``broadcast`` each reads by itself what it needs.
+        broadcast: all ranks of ``comm`` load the same: each reads a share of the bytes from the drive, and they give
+            each other the rest over gloo. Parts of DTensors are read by each rank for itself.
 
     Returns:
         The state.
@@ -98,6 +118,7 @@ def load(
         ConfigError: ``map_location`` has none of the known forms, or ``weights_only=False`` was passed.
         CorruptCheckpointError: stored bytes are not what was written.
         PickleRefusedError: the checkpoint holds a pickled value.
+        TargetMismatchError: ``target`` does not fit; the message names the leaf.
         UnsupportedLeafError: this torch does not have the dtype of a tensor.
 
     Example:
@@ -117,4 +138,6 @@ def load(
         config=config,
         allow_pickle=allow_pickle,
         tensor_builder=builder_for(map_location, inplace=inplace),
+        comm=comm,
+        broadcast=broadcast,
     )

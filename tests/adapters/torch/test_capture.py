@@ -89,6 +89,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, same: Same) ->
             ckpt.save(step, capture(**run.parts(), epoch=run.epoch, history=[0.5, None]))
         expected = [run.step() for _ in range(4)]
         final = run.net.state_dict()
+        ckpt.wait()
 
         other = Run(seed=2)
         step, state = ckpt.restore(map_location="cpu")

@@ -113,22 +113,6 @@ def test_refused_by_path(case: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_dtensor_is_refused(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        tensor = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)))
-        with pytest.raises(fp.errors.UnsupportedLeafError, match=r"^w: .*full_tensor"):
-            save({"w": tensor}, tmp_path / "c")
-    finally:
-        distributed.destroy_process_group()
-
-
 def test_inside_a_transform(tmp_path: Path) -> None:
     def inner(tensor: torch.Tensor) -> torch.Tensor:
         with pytest.raises(fp.errors.UnsupportedLeafError, match=r"^w: .*outside torch\.func"):
