@@ -1,7 +1,7 @@
-"""JAX: save and load ``jax.Array``.
+"""JAX: save and load ``jax.Array``; Orbax: a checkpoint handler.
 
 Importing this package teaches :func:`fp_multi.save` and :class:`fp_multi.Checkpointer` JAX's arrays and its typed PRNG
-keys. It needs jax only.
+keys. It needs jax only; Orbax is imported, and the handler registered there, when one of the handler's names is used.
 
 Example:
     >>> import jax.numpy as jnp
@@ -13,14 +13,54 @@ Example:
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import jax
 
 from fp_multi import TensorType, register_tensor_type
 
 from ._arrays import describe, spec
 from ._load import load as load
+from .comm import JaxComm as JaxComm
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    from .args import FastPersistRestore as FastPersistRestore
+    from .args import FastPersistSave as FastPersistSave
+    from .handler import FastPersistHandler as FastPersistHandler
+    from .v1 import FastPersistCheckpointable as FastPersistCheckpointable
+    from .v1 import fastpersist_registry as fastpersist_registry
+
+__all__ = [
+    "load",
+    "JaxComm",
+    "FastPersistHandler",
+    "FastPersistSave",
+    "FastPersistRestore",
+    "FastPersistCheckpointable",
+    "fastpersist_registry",
+]
+
+# FastPersistHandler too lives in args for this purpose: whoever has the handler has registered its arguments.
+_HOMES = {
+    "FastPersistHandler": "args",
+    "FastPersistSave": "args",
+    "FastPersistRestore": "args",
+    "FastPersistCheckpointable": "v1",
+    "fastpersist_registry": "v1",
+}
 
 # One registration covers jaxlib's class and typed keys; tracers are not covered, they have no values.
 register_tensor_type(jax.Array, TensorType(describe=describe, spec=spec))
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

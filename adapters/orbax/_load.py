@@ -13,7 +13,7 @@ from fp_multi import HostTensor, numpy_dtype
 from fp_multi.config import LoadConfig
 from fp_multi.errors import ManifestError, UnsupportedLeafError
 
-from ._arrays import KEY_ATTR
+from ._arrays import KEY_ATTR, require_jax_dtype
 
 _KINDS = ("jax", "torch", "torch.parameter", "safetensors")
 
@@ -61,21 +61,28 @@ def load(
 
 
 def _to_jax(array: np.ndarray[Any, Any], host: HostTensor, device: Any) -> jax.Array:
-    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        raise UnsupportedLeafError(
-            f"{host.path}: JAX would make {host.dtype} narrower; set jax_enable_x64, or load it with fp_multi.load",
-            host.path,
-        )
+    require_jax_dtype(array.dtype, host.path)
     try:
         # Nobody else has these bytes, so JAX may use the memory as it is.
         placed: jax.Array = jax.device_put(array, device)
     except TypeError as error:
         raise UnsupportedLeafError(f"{host.path}: {error}; load it with fp_multi.load", host.path) from error
     impl = host.attrs.get(KEY_ATTR)
-    return placed if impl is None else _to_key(placed, impl, host.path)
+    return placed if impl is None else to_key(placed, impl, host.path)
 
 
-def _to_key(data: jax.Array, impl: str, path: str) -> jax.Array:
+def to_key(data: jax.Array, impl: str, path: str) -> jax.Array:
+    """A typed key of its data.
+
+    Args:
+        data: as ``jax.random.key_data`` gives it.
+        impl: the name of the key's implementation.
+        path: where it stands, for messages.
+
+    Raises:
+        UnsupportedLeafError: this JAX has no such implementation.
+        ManifestError: this is not the data of a key.
+    """
     try:
         key: jax.Array = jax.random.wrap_key_data(data, impl=impl)
     except ValueError as error:
