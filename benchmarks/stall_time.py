@@ -22,6 +22,8 @@ from _training import CONTENDERS, NOTHING, OURS, Contender, Trainer, busy_python
 from fp_multi.adapters.torch import Checkpointer
 
 WARM_UP_STEPS = 2
+BESIDE_BUSY = ("torch.save + fsync", "dcp.async_save, thread")
+"""The peers that are measured beside a busy Python thread, too."""
 SAVES_OF_THE_CALL = 7
 
 
@@ -34,6 +36,8 @@ class Scenario(NamedTuple):
     """Which steps are saved."""
     beside: Callable[[], AbstractContextManager[None]]
     contenders: Sequence[Contender]
+    rounds: int
+    steps: int
 
 
 def percentile_99(values: Sequence[float]) -> float:
@@ -61,19 +65,21 @@ def main() -> None:
     parser = harness.options(__doc__)
     parser.add_argument("--width", type=int, default=2048, help="width of the layers")
     parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--forward-backward-s", type=float, default=0.8, help="how long they take, by way of the batch")
-    parser.add_argument("--steps", type=int, default=12, help="of each run; the first two do not count")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--forward-backward-s", type=float, default=0.6, help="how long they take, by way of the batch")
+    parser.add_argument("--steps", type=int, default=10, help="of each run; the first two do not count")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--call-size-mib", type=int, default=1730, help="of the state whose call of save() is timed")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step times into FILE (PNG)")
     args = parser.parse_args()
-    peers = CONTENDERS
     ours = [contender for contender in CONTENDERS if contender.name in (NOTHING, *OURS.values())]
+    some = [contender for contender in CONTENDERS if contender in ours or contender.name in BESIDE_BUSY]
+    work_s, rounds, steps = args.forward_backward_s, args.rounds, args.steps
     scenarios = [
-        Scenario("training", args.forward_backward_s, 1, nullcontext, peers),
-        Scenario("training beside a busy Python thread", args.forward_backward_s, 1, busy_python, peers),
+        Scenario("training", work_s, 1, nullcontext, CONTENDERS, rounds, steps),
+        # Each step takes about twice as long there.
+        Scenario("training beside a busy Python thread", work_s, 1, busy_python, some, max(rounds - 1, 1), steps),
         # Every fourth: it is the fence that is measured here, not the drive.
-        Scenario("steps shorter than the write", 0.02, 4, nullcontext, ours),
+        Scenario("steps shorter than the write", 0.02, 4, nullcontext, ours, rounds, 2 * steps),
     ]
     with harness.scratch_in(args.directory) as scratch, process_group(scratch):
         measured = {scenario.name: measure(args, scenario, scratch) for scenario in scenarios}
@@ -94,17 +100,17 @@ def main() -> None:
 def measure(args: Any, scenario: Scenario, scratch: Path) -> dict[str, Samples]:
     trainer = trainer_with(args.width, args.layers, scenario.forward_backward_s)
     samples = {contender.name: Samples() for contender in scenario.contenders}
-    for number in range(args.rounds + 1):
+    for number in range(scenario.rounds + 1):
         for contender in harness.rotated(scenario.contenders, number):
             directory = scratch / "run"
             directory.mkdir()
             gc.collect()
             with scenario.beside():
-                run(contender, trainer, directory, args.steps, scenario.every, samples[contender.name])
+                run(contender, trainer, directory, scenario.steps, scenario.every, samples[contender.name])
             harness.remove(directory)
         if number == 0:  # warms up: processes, staging memory, imports
             samples = {name: Samples() for name in samples}
-        harness.progress(number, args.rounds)
+        harness.progress(number, scenario.rounds)
     return samples
 
 
