@@ -16,16 +16,17 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(3), ids=["numpy", "torch", "checkpointer"])
+@pytest.mark.parametrize("number", range(6), ids=["numpy", "torch", "checkpointer", "torch loop", "orbax", "dcp"])
 def test_quickstart(number: int, tmp_path: Path) -> None:
-    if "import torch" in BLOCKS[number]:
-        pytest.importorskip("torch")
+    for package in ("torch", "orbax"):
+        if f"import {package}" in BLOCKS[number]:
+            pytest.importorskip(package)
     done = subprocess.run([sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_quickstarts_are_short() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 6
     assert all(len(block.splitlines()) <= 14 for block in BLOCKS)
 
 
