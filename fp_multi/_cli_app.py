@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 import fp_multi as fp
 from fp_multi._cli_bench import bench as run_bench
+from fp_multi._cli_bench import run_all as run_all_benchmarks
 from fp_multi._cli_convert import convert as run_convert
 from fp_multi._cli_formats import FORMATS as CONVERT_FORMATS
 from fp_multi._cli_inspect import as_json, as_tree
@@ -123,8 +124,13 @@ def bench(
     size_mib: Annotated[
         int, typer.Option("--size-mib", min=16, help="Size of the state that is saved, in MiB.")
     ] = 1024,
+    full: Annotated[
+        bool, typer.Option("--full", help="Run all benchmarks of the source tree there: most of an hour.")
+    ] = False,
 ) -> None:
     """Measure a drive's raw ceiling, then what a save and a load reach on it, and tell how."""
+    if full:
+        raise typer.Exit(run_all_benchmarks(directory))
     run_bench(directory, size_mib)
 
 

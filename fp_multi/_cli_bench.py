@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from rich.table import Table
 import fp_multi as fp
 from fp_multi._cli_text import count, out, say, shown, size, working
 from fp_multi._types import Array
+from fp_multi.errors import ConfigError
 
 _ROUNDS = 3
 _TENSOR_NBYTES = 16 << 20
@@ -59,6 +62,27 @@ def bench(directory: Path, size_mib: int) -> None:
     say(out(), f"saved with {report.engine}, {'O_DIRECT' if report.direct else 'page cache'}")
     for reason in dict.fromkeys(report.reasons):
         say(out(), f"not used: {shown(reason)}")
+
+
+def run_all(directory: Path) -> int:
+    """Run the scripts in ``benchmarks/`` of the source tree that this package is run from.
+
+    Args:
+        directory: where they write.
+
+    Returns:
+        Their exit status.
+
+    Raises:
+        ConfigError: this is an installed package; the scripts, and the peers that they need, are not part of it.
+    """
+    script = Path(fp.__file__).resolve().parent.parent / "benchmarks" / "run.py"
+    if not script.is_file():
+        raise ConfigError(
+            "--full runs the scripts of the source tree, and this is an installed package; run `make bench` and "
+            "`make bench-more` there, or leave --full out"
+        )
+    return subprocess.run([sys.executable, str(script), "--all", "--directory", str(directory)]).returncode
 
 
 def _best(results: list[fp.CeilingResult]) -> fp.CeilingResult:

@@ -278,7 +278,7 @@ def test_wrong_usage(args: tuple[str, ...]) -> None:
 
 
 def test_help_documents_the_exit_codes() -> None:
-    for args in ((), ("inspect",), ("verify",), ("bench",), ("convert",)):
+    for args in ((), ("inspect",), ("verify",), ("bench",), ("convert",), ("topology",)):
         text = " ".join(command(*args, "--help", COLUMNS="200").stdout.split())
         assert "Exit codes: 0 done; 1 the checkpoint is corrupt; 2 wrong usage" in text, args
 
@@ -304,6 +304,17 @@ def test_bench(tmp_path: Path) -> None:
     for text in ("drive, write", "save, durable", "drive, read", "load, verified", "saved with "):
         assert text in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_in_full_is_for_the_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp, "__file__", str(tmp_path / "fp_multi" / "__init__.py"))
+    done = invoke("bench", tmp_path, "--full")
+    assert done.exit_code == 2
+    assert "make bench" in done.stderr
+    scripts = tmp_path / "benchmarks"
+    scripts.mkdir()
+    (scripts / "run.py").write_text("import sys; sys.exit(sys.argv[1:] != ['--all', '--directory', sys.argv[3]])")
+    assert invoke("bench", tmp_path, "--full").exit_code == 0
 
 
 def test_bench_where_there_is_nothing(tmp_path: Path) -> None:
