@@ -130,7 +130,8 @@ def work(rank: int) -> None:
     size = int(os.environ["FP_RANKS"])
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["FP_STORE"], size), rank=rank, world_size=size)
     arrays = harness.transformer(int(os.environ["FP_SIZE_MIB"]))
-    state = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    state = {name: torch.nn.Parameter(torch.from_numpy(array)) for name, array in arrays.items()}
+    optimizer = torch.optim.SGD(state.values(), lr=0.1)
     nbytes = sum([array.nbytes for array in arrays.values()])
     print(json.dumps({"nbytes": nbytes}), flush=True)
     for line in sys.stdin:
@@ -139,7 +140,7 @@ def work(rank: int) -> None:
         dist.barrier()
         begin = time.perf_counter()
         if task["do"] == "async":
-            elapsed_s = _async_s(task["what"], state, task["path"])
+            elapsed_s = _async_s(task["what"], state, optimizer, task["path"])
         else:
             _act(task, state)
             elapsed_s = time.perf_counter() - begin
@@ -154,7 +155,8 @@ def _act(task: dict[str, str], state: Any) -> None:
 
     path, what = task["path"], task["what"]
     if task["do"] == "load":
-        dcp.load(state, storage_reader=StorageReader(path) if what == "ours" else dcp.FileSystemReader(path))
+        values = {name: parameter.detach() for name, parameter in state.items()}
+        dcp.load(values, storage_reader=StorageReader(path) if what == "ours" else dcp.FileSystemReader(path))
         return
     if what == "ours":
         dcp.save(state, storage_writer=StorageWriter(path))
@@ -166,7 +168,7 @@ def _act(task: dict[str, str], state: Any) -> None:
     harness.fsync(Path(path).parent)
 
 
-def _async_s(what: str, state: Any, path: str) -> float:
+def _async_s(what: str, state: Any, optimizer: Any, path: str) -> float:
     """How long dcp.async_save keeps its caller, with the wait for staging where there is one."""
     import torch.distributed.checkpoint as dcp
 
@@ -178,6 +180,7 @@ def _async_s(what: str, state: Any, path: str) -> float:
         else:
             stager = AsyncStager(overlap=what)  # type: ignore[arg-type]
             stack.callback(stager.close)
+            stager.attach(optimizer)  # only what an attached optimizer changes is read from where it is
             options = {"storage_writer": StorageWriter(path), "async_stager": stager}
         begin = time.perf_counter()
         future = dcp.async_save(state, **options)
