@@ -34,7 +34,7 @@ def bars(ax: Axes, rows: Rows, key: str, colors: dict[str, str], unit: str, driv
         ax.barh(place, value, 0.66, color=colors[_role(row["name"])])
         if max(rounds) > min(rounds):
             ax.plot([min(rounds), max(rounds)], [place, place], color=colors["ink"], lw=1, marker="|", ms=5)
-        text = f"{value:.3g}"
+        text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
         if ceiling and row["name"] != drive:
             text += f"  ({value / ceiling:.0%})"
         _label(ax, max(value, *rounds) + 0.012 * right, place, text, colors)
