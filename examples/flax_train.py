@@ -36,7 +36,7 @@ def main(path: str | os.PathLike[str]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     alone = losses_of(root / "alone", devices=8)
     killed = start(root / "killed", devices=8, kill_after=KILLED_AFTER)
-    killed.wait()
+    killed.communicate()
     if killed.returncode != -signal.SIGKILL:
         raise SystemExit(f"expected the run to be killed, found exit status {killed.returncode}")
     resumed = losses_of(root / "killed", devices=8)

@@ -35,6 +35,17 @@ def test_numpy_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "one bit flipped, and load says: " in capsys.readouterr().out
 
 
+def test_flax_training_is_killed_resumed_and_moved_to_other_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("flax", "optax", "orbax"):
+        pytest.importorskip(package)
+    example("flax_train").main(tmp_path)
+    said = capsys.readouterr().out
+    assert "losses are the same" in said
+    assert "on 2 devices" in said
+
+
 def train(path: Path, steps: int = STEPS) -> subprocess.Popen[str]:
     path.mkdir(exist_ok=True)
     command = [sys.executable, str(EXAMPLES / "torch_train.py"), str(path), "--steps", str(steps), *TINY]
