@@ -93,10 +93,7 @@ class _Work:
 
     def __enter__(self) -> Self:
         with translated("prepare", self.target):
-            self._check_target()
-            make_parents(self.parent, durable=self.config.durable)
-            sweep(self.target)
-            self._check_target()  # an old checkpoint may have been put back
+            self._prepare()
             require_space(self.parent, self.nbytes)
             try:
                 self._make_directory()
@@ -104,6 +101,13 @@ class _Work:
                 self._leave()
                 raise
         return self
+
+    def _prepare(self) -> None:
+        """What comes before the question whether there is room."""
+        self._check_target()
+        make_parents(self.parent, durable=self.config.durable)
+        sweep(self.target)
+        self._check_target()  # an old checkpoint may have been put back
 
     def _make_directory(self) -> None:
         for _ in range(_CLAIM_TRIES):
@@ -267,16 +271,9 @@ class MemberCommit(_Work):
     files: tuple[str, ...] = ()
     """Names of the files that this process writes."""
 
-    def __enter__(self) -> Self:
-        with translated("prepare", self.target):
-            make_parents(self.parent, durable=self.config.durable)
-            require_space(self.parent, self.nbytes)
-            try:
-                self._make_directory()
-            except BaseException:
-                self._leave()
-                raise
-        return self
+    def _prepare(self) -> None:
+        # The rest is the publisher's: its sweep knows what is in use, and what may be replaced is its affair.
+        make_parents(self.parent, durable=self.config.durable)
 
     @property
     def path(self) -> str:

@@ -72,7 +72,9 @@ class Team:
             self._topologies.clear()
             self._unions.clear()
 
-    def prepare(self, described: Described, config: SaveConfig, parent: str, round_: Round) -> int:
+    def prepare(
+        self, described: Described, config: SaveConfig, parent: str, round_: Round
+    ) -> tuple[_topology.Topology, _union.Union | None]:
         """Learn what has to be known of the other ranks, where it is not known yet.
 
         The first time, and when the structure of the state changes (on all ranks at once), the ranks exchange what
@@ -85,30 +87,33 @@ class Team:
             round_: the save's.
 
         Returns:
-            Under what the state is remembered.
+            Where the ranks run, and the union of their states, None if they have the same.
 
         Raises:
             UnsupportedLeafError: the ranks' tensors do not fit together.
             CommError: a rank is gone, or does something else.
         """
-        key = _topology_key(config, parent)
-        if key not in self._topologies:
+        key = parent, config.writers == "auto", config.drive_bytes_per_s, config.copy_threads
+        topology = self._topologies.get(key)
+        if topology is None:
             place = _topology.local_place(self.comm.rank, parent, config)
             if config.writers == "auto":
                 rate = _probe.drive_rate(parent, place.device, place.host, config).bytes_per_s
                 place = replace(place, drive_bytes_per_s=rate)
             places = round_.exchange(f"topology of {parent}", _topology.encode(place))
-            self._remember(self._topologies, key, _topology.decode(places))
+            topology = _topology.decode(places)
+            self._remember(self._topologies, key, topology)
         mine = _engine.crc32c(msgspec.msgpack.encode((fingerprint(described), _union.skeleton(described.tree))))
-        if mine not in self._unions:
+        with self._lock:
+            known, union = mine in self._unions, self._unions.get(mine)
+        if not known:
             all_of_them = round_.exchange("structure", mine.to_bytes(4, "little"))
-            union = None
             alone = any([source.sharded is not None and not source.sharded.holders for source in described.sources])
             if alone or len({*all_of_them}) > 1:
                 sketches = round_.exchange("paths", msgspec.msgpack.encode(_union.sketch(described)))
                 union = _union.unite([msgspec.msgpack.decode(data, type=_union.Sketch) for data in sketches])
             self._remember(self._unions, mine, union)
-        return mine
+        return topology, union
 
     def _remember(self, known: dict[Any, Any], key: Any, value: Any) -> None:
         with self._lock:
@@ -118,9 +123,7 @@ class Team:
 
     def plan(self, described: Described, config: SaveConfig, parent: str, round_: Round) -> TeamPlan:
         """Divide a state among the ranks; see :meth:`prepare`, which is done if it was not."""
-        mine = self.prepare(described, config, parent, round_)
-        with self._lock:
-            union, topology = self._unions[mine], self._topologies[_topology_key(config, parent)]
+        topology, union = self.prepare(described, config, parent, round_)
         whole = described if union is None else _union.in_union(described, union, self.comm.rank)
         nbytes = sum([source.nbytes for source in whole.sources])
         choice = _writers.select(topology, config, nbytes=nbytes)
@@ -141,10 +144,6 @@ class Team:
     def tree_of_all(self, trees: Sequence[Any], plan: TeamPlan) -> Any:
         """The tree of a state that differs between the ranks, from those that all ranks have now."""
         return _union.merged_tree(trees, plan.union)
-
-
-def _topology_key(config: SaveConfig, parent: str) -> tuple[Any, ...]:
-    return parent, config.writers == "auto", config.drive_bytes_per_s, config.copy_threads
 
 
 def team_of(comm: Comm) -> Team:
