@@ -28,7 +28,6 @@ class Direct:
 
     def measure(self) -> None:
         """Add a round."""
-        harness.warm_memory(2 * self.nbytes)
         results = fp.measure_ceiling(
             self.directory,
             self.nbytes,

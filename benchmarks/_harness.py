@@ -101,6 +101,7 @@ def remove(path: Path) -> None:
     else:
         path.unlink(missing_ok=True)
     os.sync()
+    _spare.take()
     time.sleep(SETTLE_S)
 
 
@@ -109,13 +110,15 @@ def cool(path: Path) -> str:
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1")
-        return "drop_caches"
+        how = "drop_caches"
     except OSError:
         for file in files_of(path):
             fd = os.open(file, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-        return "posix_fadvise(DONTNEED)"
+        how = "posix_fadvise(DONTNEED)"
+    _spare.take()
+    return how
 
 
 @contextlib.contextmanager
@@ -141,16 +144,49 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def warm_memory(nbytes: int) -> None:
-    """Use so much memory once and free it.
+class _Spare:
+    """Memory that is kept in use between the measurements and given free for those that need some.
 
-    A virtual machine hands freed memory back to its host within seconds, and whoever uses it next waits for the host.
-    That would be a lottery between the contenders.
+    A virtual machine hands freed memory back to its host within seconds, and whoever uses it next waits for the host:
+    seconds for each GB. That would be a lottery between the contenders. Memory that was freed a moment ago is still
+    there, so it is taken at once when a file or the page cache has been dropped.
     """
-    available = Path("/proc/meminfo").read_text().split()
-    nbytes = min(nbytes, int(available[available.index("MemAvailable:") + 1]) * 1024 // 2)
-    with huge_pages(max(nbytes, MIB)) as memory:
-        np.frombuffer(memory, np.uint8)[::4096] = 1
+
+    def __init__(self) -> None:
+        self._wanted = 0
+        self._memory: mmap.mmap | None = None
+
+    def take(self) -> None:
+        """Use as much memory as was last wanted."""
+        if self._memory is None and self._wanted:
+            self._memory = huge_pages(self._wanted)
+            np.frombuffer(self._memory, np.uint8)[::4096] = 1
+
+    def give(self, nbytes: int) -> None:
+        """Make so much memory free that the machine really has."""
+        available = Path("/proc/meminfo").read_text().split()
+        held = len(self._memory) if self._memory is not None else 0
+        free = int(available[available.index("MemAvailable:") + 1]) * 1024 + held
+        nbytes = max(min(nbytes, free // 2), MIB)
+        if held < nbytes:
+            self._wanted = nbytes
+            self.drop()
+            self.take()
+        self.drop()
+
+    def drop(self) -> None:
+        """Free it."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+_spare = _Spare()
+
+
+def warm_memory(nbytes: int) -> None:
+    """Make so much memory free that a virtual machine has already got from its host."""
+    _spare.give(nbytes)
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:

@@ -6,16 +6,22 @@ Run: python benchmarks/save_throughput.py [--directory DIR] [--size-mib N] [--ma
 from __future__ import annotations
 
 import json
+import mmap
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _harness as harness
+import numpy as np
 from _contenders import DCP1, DCP2, OURS, RECYCLED, SAFETENSORS, SAVERS, TORCH, Contender, State, both, named
 from _drive import Direct
 
 RAW = "the drive, new file"
+COPY = "only a copy in memory, NumPy"
+PIECE_NBYTES, BUFFER_NBYTES = harness.MIB, 17 * harness.MIB
+"""A request and the staging memory of fp_multi's defaults."""
 GOALS = {
     "big": {
         "raw": ">= 0.95",
@@ -54,32 +60,34 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         arguments = [*sys.argv[1:], "--memory-of", contender.name]
         extra[contender.name] = round(harness.in_fresh_process(__file__, arguments) / harness.MIB, 1)
 
+    buffer = harness.huge_pages(BUFFER_NBYTES)
     samples: dict[str, list[harness.Sample]] = {contender.name: [] for contender in contenders}
+    samples[COPY] = []
     ceilings = []
     if not args.many_leaves:
         ceilings = [Direct(RAW, scratch, nbytes), Direct("the drive, recycled file", scratch, nbytes, reuse=True)]
     for number in range(args.rounds + 1):
         for ceiling in ceilings:
             ceiling.measure()
+        samples[COPY].append(harness.timed(partial(copy_through, state, buffer), 0))
         for contender in harness.rotated(contenders, number):
             path = scratch / f"saved_{number}"
             with contender.ready(state, path) as save:
-                samples[contender.name].append(harness.timed(save, 2 * nbytes if contender.takes_memory else 0))
+                samples[contender.name].append(harness.timed(save, contender.save_memory(nbytes)))
             harness.remove(path)
         harness.progress(number, args.rounds)
     # The first round warms up: page cache, staging memory, imports.
     samples = {name: taken[1:] for name, taken in samples.items()}
 
     rows = [ceiling.row() for ceiling in ceilings]
-    for contender in contenders:
-        taken = samples[contender.name]
+    for name, taken in samples.items():
         rows.append(
             harness.row(
-                contender.name,
+                name,
                 [nbytes / 1e9 / sample.elapsed_s for sample in taken],
                 ms=round(statistics.median(sample.elapsed_s for sample in taken) * 1e3, 1),
                 cpu_s_per_gb=round(statistics.median(sample.cpu_s for sample in taken) * 1e9 / nbytes, 3),
-                extra_memory_mib=extra.get(contender.name),
+                extra_memory_mib=extra.get(name),
             )
         )
     return {
@@ -89,6 +97,21 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         "rows": rows,
         "ratios": ratios({row["name"]: row for row in rows}, many_leaves=args.many_leaves),
     }
+
+
+def copy_through(state: State, buffer: mmap.mmap) -> None:
+    """Copy every byte once, piece by piece, into a buffer of the size that saves go through.
+
+    That is the least CPU time that a write from memory of one's own can take.
+    """
+    into = np.frombuffer(buffer, np.uint8)
+    at = 0
+    for array in state.arrays.values():
+        flat = array.reshape(-1).view(np.uint8)
+        for begin in range(0, flat.nbytes, PIECE_NBYTES):
+            piece = flat[begin : begin + PIECE_NBYTES]
+            into[at : at + piece.nbytes] = piece
+            at = (at + PIECE_NBYTES) % BUFFER_NBYTES
 
 
 def ratios(rows: dict[str, dict[str, Any]], *, many_leaves: bool) -> list[dict[str, Any]]:

@@ -123,6 +123,8 @@ def run(contender: Contender, trainer: Trainer, directory: Path, steps: int, eve
             if step % every == 0:
                 saver.save(step)
             times.append(time.perf_counter() - begin)
+        # One more, which is neither timed nor saved: what the last save makes training wait for is a step's, too.
+        trainer.step()
     samples.steps_s.append(times[WARM_UP_STEPS:])
     first = -(-WARM_UP_STEPS // every)
     samples.stalls_s += saver.stalls_s[first:]

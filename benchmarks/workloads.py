@@ -109,7 +109,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> list[dict[str, Any]]:
         for contender in harness.rotated(CONTENDERS, number):
             path = scratch / f"saved_{number}"
             save = partial(contender.save, state, path)
-            saves[contender.name].append(harness.timed(save, 2 * nbytes if contender.takes_memory else 0))
+            saves[contender.name].append(harness.timed(save, contender.save_memory(nbytes)))
             if contender.load is not None:
                 harness.cool(path)
                 loads[contender.name].append(harness.timed(partial(contender.load, path), 2 * nbytes))
