@@ -162,6 +162,7 @@ class DirectoryCommit(_Work):
     ) -> None:
         super().__init__(path, config, nbytes=nbytes, token=token)
         self.overwrite = overwrite
+        self._manifest: _writer.PendingWrite | None = None
 
     @property
     def path(self) -> str:
@@ -196,6 +197,30 @@ class DirectoryCommit(_Work):
             CheckpointExistsError: somebody else created the target meanwhile.
         """
         receipt = _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
+        self._appear()
+        return receipt
+
+    def write_manifest(self, manifest: bytes, slot: int = 0) -> None:
+        """Start with step 5 already; :meth:`publish_written` does the rest when the shards are complete, too.
+
+        Args:
+            manifest: the bytes of ``manifest.json``.
+            slot: the engine that writes it, which must be another one than the shards have.
+
+        Raises:
+            StorageError: the engine cannot take the work.
+        """
+        self._manifest = _writer.start_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
+
+    def publish_written(self) -> ShardReceipt:
+        """:meth:`publish`, after :meth:`write_manifest`."""
+        if self._manifest is None:
+            raise StorageError(errno.ENOENT, "publish", os.path.join(self.path, MANIFEST), hint="it was not written")
+        receipt = self._manifest.finish()
+        self._appear()
+        return receipt
+
+    def _appear(self) -> None:
         self._fsync(self.path)  # the names of the files; their bytes are flushed already
         # A checkpoint that is replaced stays locked, and so out of every sweep, until its successor is durable.
         with held(self.target):
@@ -209,7 +234,11 @@ class DirectoryCommit(_Work):
                 raise
         if old is not None:
             remove_tree(old)  # step 9: only after the new one is durable
-        return receipt
+
+    def _leave(self) -> None:
+        if self._manifest is not None:
+            self._manifest.__exit__()  # nobody writes into a directory that is being removed
+        super()._leave()
 
     def _swap(self) -> str | None:
         """Rename to the target; returns where the replaced checkpoint is now."""

@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypedDict, TypeVar
 
 from fp_multi import _engine
@@ -111,8 +112,19 @@ def wait(job: Job, on_tick: Callable[[Job], None] | None = None) -> Job:
         StorageError: the first system call that failed, with errno, file, offset and length.
         CapabilityError: a capability that is switched on is not available.
     """
+    return _wait(job, job.wait, on_tick)
+
+
+def wait_staged(
+    job: _engine.WriteJob, nbytes: int, on_tick: Callable[[_engine.WriteJob], None] | None = None
+) -> _engine.WriteJob:
+    """The same until the first ``nbytes`` of its sources have been read: their checksums are known then."""
+    return _wait(job, partial(job.wait_staged, nbytes), on_tick)
+
+
+def _wait(job: Job, wait_s: Callable[[float], bool], on_tick: Callable[[Job], None] | None) -> Job:
     try:
-        while not job.wait(_TICK_S):
+        while not wait_s(_TICK_S):
             if on_tick is not None:
                 on_tick(job)
     except BaseException:
@@ -120,7 +132,7 @@ def wait(job: Job, on_tick: Callable[[Job], None] | None = None) -> Job:
         job.cancel()
         job.wait()
         raise
-    if job.error is not None:
+    if job.done and job.error is not None:
         code, op, path, offset, nbytes, capability = job.error
         if capability:
             raise CapabilityError(

@@ -135,11 +135,14 @@ class PartWrite:
         """Length of each file, in the order of the jobs."""
         return [write.nbytes for write in self._writes]
 
-    def finish(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> Part:
-        """Wait until the shards are complete (and on the drive, if durable).
+    def staged(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> Part:
+        """Wait until the shards' bytes have been read and all checksums are known; the drive has a part of them to take.
 
         Args:
             on_tick: called about ten times a second; the write stops if it raises.
+
+        Returns:
+            The part, still without receipts.
 
         Raises:
             StorageError: a system call failed.
@@ -149,13 +152,12 @@ class PartWrite:
             with collector_paused():
                 # Beside the write: everything but the checksums.
                 pieces = [shard.pieces(number) for number, shard in enumerate(self._shards)]
-            shards, receipts = [], []
+            shards = []
             for shard, write, mine in zip(self._shards, self._writes, pieces, strict=True):
-                receipt, crcs = write.finish(on_tick)
+                crcs = write.checksums(on_tick)
                 with collector_paused():
                     shard.fill_checksums(mine, crcs, self.chunk_nbytes)
-                shards.append(Shard(receipt.file, receipt.nbytes, len(shard.header), crcs[0], self._rank))
-                receipts.append(receipt)
+                shards.append(Shard(shard.contents.file, write.nbytes, len(shard.header), crcs[0], self._rank))
         except BaseException:
             self.abandon()
             raise
@@ -164,12 +166,31 @@ class PartWrite:
             shards,
             [tensor for shard in self._shards for tensor in shard.contents.tensors],
             [piece for mine in pieces for piece in mine],
-            receipts,
+            [],
             self.chunk_nbytes,
             self._plan_crc32c,
             self._skeleton,
             self._tree,
         )
+
+    def finish(self, on_tick: Callable[[_engine.WriteJob], None] | None = None, *, part: Part | None = None) -> Part:
+        """Wait until the shards are complete (and on the drive, if durable).
+
+        Args:
+            on_tick: called about ten times a second; the write stops if it raises.
+            part: what :meth:`staged` has returned, if it was called.
+
+        Raises:
+            StorageError: a system call failed.
+            CapabilityError: a capability that is switched on is not available.
+        """
+        part = part or self.staged(on_tick)
+        try:
+            part.receipts.extend([write.finish(on_tick) for write in self._writes])
+        except BaseException:
+            self.abandon()
+            raise
+        return part
 
     def abandon(self) -> None:
         """Stop; the files are the caller's to remove."""

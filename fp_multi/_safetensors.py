@@ -91,7 +91,7 @@ def save_safetensors(
     planned = time.perf_counter()
     with _commit.FileCommit(path, config, nbytes=len(header) + layout.nbytes) as commit:
         ordered = [sources[i] for i in layout.order]
-        receipt, _ = _writer.start_write(commit.path, header, ordered, config).finish()
+        receipt = _writer.start_write(commit.path, header, ordered, config).finish()
         written = time.perf_counter()
         commit.publish()
     end = time.perf_counter()

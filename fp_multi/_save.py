@@ -14,7 +14,7 @@ import msgspec
 from fp_multi import _commit, _eager, _engine, _recycle
 from fp_multi._collector import collector_paused
 from fp_multi._contents import lay_out_shard
-from fp_multi._format import encode_manifest
+from fp_multi._format import Manifest, encode_manifest
 from fp_multi._hidden import resolve
 from fp_multi._layout import chunk_nbytes_for
 from fp_multi._part import Part, PartWrite, assemble, combine, decode_part, encode_part, tensor_heads
@@ -195,14 +195,20 @@ class Saving:
             if isinstance(self._commit, _commit.DirectoryCommit):
                 with collector_paused():
                     self._tensors = tensor_heads(self._plan.described)  # beside the write
-            if self._round is None:
-                part = self._write.finish()
-                written_s = time.perf_counter()
-                file_nbytes = self._publish([part])
-            else:
+            if self._round is not None:
                 part = self._write.finish(Watch(self._round))
                 written_s = time.perf_counter()
                 file_nbytes = self._agree(self._round, part)
+            elif isinstance(self._commit, _commit.DirectoryCommit):
+                part = self._write.staged()
+                manifest = self._manifest_of([part])
+                # Beside the end of the shards, by an engine of its own: theirs is at work.
+                self._commit.write_manifest(encode_manifest(manifest, _engine.crc32c), ~self._slot)
+                self._write.finish(part=part)
+                written_s = time.perf_counter()
+                file_nbytes = manifest.totals.shard_nbytes + self._commit.publish_written().nbytes
+            else:
+                raise EngineClosedError("only the first rank publishes")
         except BaseException as error:
             self._give_up(error)
             raise
@@ -260,18 +266,19 @@ class Saving:
 
     def _publish(self, parts: Sequence[Part]) -> int:
         """Write the manifest and make the checkpoint appear; returns the bytes of all files."""
-        commit = self._commit
-        if not isinstance(commit, _commit.DirectoryCommit):
+        if not isinstance(self._commit, _commit.DirectoryCommit):
             raise EngineClosedError("only the first rank publishes")
-        tree, tensors = self._plan.described.tree, self._tensors
-        if self._team is None:
-            manifest = assemble(tree, tensors, parts, self.metadata)
-        else:
-            if self._plan.union is not None:
-                tree = self._team.tree_of_all([part.tree for part in parts], self._plan)
-            manifest = combine(commit.path, tree, tensors, parts, self.metadata)
-        receipt = commit.publish(encode_manifest(manifest, _engine.crc32c), self._slot)
+        manifest = self._manifest_of(parts)
+        receipt = self._commit.publish(encode_manifest(manifest, _engine.crc32c), self._slot)
         return manifest.totals.shard_nbytes + receipt.nbytes
+
+    def _manifest_of(self, parts: Sequence[Part]) -> Manifest:
+        tree = self._plan.described.tree
+        if self._team is None or self._commit is None:
+            return assemble(tree, self._tensors, parts, self.metadata)
+        if self._plan.union is not None:
+            tree = self._team.tree_of_all([part.tree for part in parts], self._plan)
+        return combine(self._commit.path, tree, self._tensors, parts, self.metadata)
 
     def _give_up(self, error: BaseException) -> None:
         """Stop; raise what another rank met first, if this error is but a consequence of it: the directory is gone."""

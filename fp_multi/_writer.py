@@ -25,6 +25,7 @@ class PendingWrite:
     nbytes: int
     parts: _staging.Extents
     job: _engine.WriteJob
+    _crcs: list[int] | None = None
 
     def __enter__(self) -> PendingWrite:
         return self
@@ -35,24 +36,45 @@ class PendingWrite:
             self.job.wait()
         _staging.release(self.parts)
 
-    def finish(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> tuple[ShardReceipt, list[int]]:
-        """Wait until the file is complete (and on the drive, if durable).
+    def checksums(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> list[int]:
+        """Wait until all of it has been staged; the drive may still have a part of it to take.
 
         Args:
             on_tick: called about ten times a second; the write stops if it raises.
 
         Returns:
-            The receipt, and the CRC of each chunk: the header's first, then each tensor's in file order.
+            The CRC of each chunk: the header's first, then each tensor's in file order.
 
         Raises:
             StorageError: a system call failed.
             CapabilityError: a capability that is switched on is not available.
         """
+        if self._crcs is None:
+            try:
+                _staging.feed(self.job, self.parts)
+                _engines.wait_staged(self.job, self.nbytes, on_tick)
+            except BaseException:
+                self.__exit__()
+                raise
+            crcs: list[int] = np.frombuffer(self.job.crcs(), np.uint32).tolist()
+            self._crcs = crcs
+        return self._crcs
+
+    def finish(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> ShardReceipt:
+        """Wait until the file is complete (and on the drive, if durable).
+
+        Args:
+            on_tick: called about ten times a second; the write stops if it raises.
+
+        Raises:
+            StorageError: a system call failed.
+            CapabilityError: a capability that is switched on is not available.
+        """
+        self.checksums(on_tick)
         with self:
-            _staging.feed(self.job, self.parts)
             _engines.wait(self.job, on_tick)
         stats = self.job.stats
-        receipt = ShardReceipt(
+        return ShardReceipt(
             file=os.path.basename(self.path),
             nbytes=self.nbytes,
             engine=stats["engine"],
@@ -62,8 +84,6 @@ class PendingWrite:
             write_s=stats["transfer_s"],
             fsync_s=stats["sync_s"],
         )
-        crcs: list[int] = np.frombuffer(self.job.crcs(), np.uint32).tolist()
-        return receipt, crcs
 
 
 def start_write(
@@ -122,6 +142,11 @@ def start_write(
     return PendingWrite(path, sum(chunks), parts, job)
 
 
+def start_bytes(path: str, data: bytes, config: SaveConfig, slot: int = 0) -> PendingWrite:
+    """Start writing a small file with the same engine, checks and durability as a shard."""
+    return start_write(path, data, (), config, slot=slot)
+
+
 def write_bytes(path: str, data: bytes, config: SaveConfig, slot: int = 0) -> ShardReceipt:
-    """Write a small file with the same engine, checks and durability as a shard."""
-    return start_write(path, data, (), config, slot=slot).finish()[0]
+    """The same until it is complete."""
+    return start_bytes(path, data, config, slot).finish()

@@ -30,7 +30,11 @@ struct Companion {
 
 bool WriteJob::wait_staged(uint64_t nbytes, double timeout_s) {
   std::unique_lock lock(mutex_);
-  const auto reached = [&] { return done() || staged_nbytes() >= nbytes; };
+  const auto reached = [&] {
+    if (done() || staged_nbytes() >= nbytes) return true;
+    wake_at_ = std::min(wake_at_, nbytes);
+    return false;
+  };
   if (timeout_s >= 0) return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), reached);
   changed_.wait(lock, reached);
   return true;
@@ -95,11 +99,14 @@ void WriteJob::fence(uint64_t spill_nbytes) {
 }
 
 void WriteJob::set_staged(uint64_t nbytes) {
+  bool wake;
   {
     std::lock_guard lock(mutex_);
     staged_.store(nbytes, std::memory_order_release);
+    wake = nbytes >= wake_at_;
+    if (wake) wake_at_ = ~uint64_t{0};
   }
-  changed_.notify_all();
+  if (wake) changed_.notify_all();
 }
 
 void WriteJob::touch_spill(Arena& spill) {

@@ -58,6 +58,8 @@ class WriteJob final : public Job {
   const std::unique_ptr<Source> source_;
   const WriteOptions options_;
   std::atomic<uint64_t> staged_{0};
+  // The nearest mark that somebody waits for: not every block wakes a thread. Guarded by mutex_.
+  uint64_t wake_at_ = ~uint64_t{0};
   std::atomic<uint64_t> spill_limit_{0};
   std::atomic<bool> written_{false};
   // [spill_begin_, staged_) is in the spill memory, which ends with the file. Used by the engine's thread only.
