@@ -5,10 +5,8 @@ Run: python benchmarks/parallel_write.py [--directory DIR] [--json FILE] [--plot
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,22 +14,24 @@ from typing import Any
 import _harness as harness
 import _throttled
 from _harness import MIB
-from _ranks import Ranks, start
+from _ranks import Ranks, join, serve, start
 
 RANKS = 4
+TENSORS = 64
 WRITERS = (1, 2, 4)
 DRIVES = (1, 2, 4)
-RAW_BLOCKS = (MIB, 2 * MIB)
-RAW_DEPTHS = (8, 16)
+RAW = ((MIB, 8), (MIB, 16), (2 * MIB, 8), (2 * MIB, 16))
+"""Request size and depth of the raw writers; the best counts."""
+THROTTLED_RAW = RAW[1:2]
 
 
 def main() -> None:
     parser = harness.options(__doc__)
-    parser.add_argument("--size-mib", type=int, default=1024, help="size of the state that every process holds")
+    parser.add_argument("--size-mib", type=int, default=2048, help="size of the state that every process holds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drive-mib-per-s", type=int, default=200, help="rate of each throttled drive")
-    parser.add_argument("--throttled-size-mib", type=int, default=192, help="bytes for each throttled drive")
-    parser.add_argument("--throttled-rounds", type=int, default=2)
+    parser.add_argument("--throttled-size-mib", type=int, default=512, help="MiB for each throttled drive")
+    parser.add_argument("--throttled-rounds", type=int, default=3)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates into FILE (PNG)")
     parser.add_argument("--rank", type=int, help="used by the benchmark itself")
     args = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> None:
         return
     with harness.scratch_in(args.directory) as scratch:
         with start(__file__, scratch, RANKS, args.size_mib) as team:
-            one_drive = measure(team, scratch, WRITERS, args.rounds)
+            one_drive = measure(team, scratch, WRITERS, RAW, args.rounds)
         throttled: dict[int, dict[str, list[float]]] = {}
         why = _throttled.why_not()
         if why is None:
@@ -48,11 +48,12 @@ def main() -> None:
                 rate = args.drive_mib_per_s * MIB
                 with _throttled.striped(scratch, drives, 2 * args.throttled_size_mib * MIB, rate) as mount:
                     with start(__file__, scratch, RANKS, drives * args.throttled_size_mib) as team:
-                        found = measure(team, mount, (drives,), args.throttled_rounds)
+                        found = measure(team, mount, (drives,), THROTTLED_RAW, args.throttled_rounds)
                     throttled[drives] = found[drives]
         facts = {
-            "state": f"{args.size_mib} MiB fp32 in 64 tensors, held by each of {RANKS} processes",
-            "cache": "new files each time, until durable",
+            "state": f"{args.size_mib} MiB fp32 in {TENSORS} tensors, held by each of {RANKS} processes; "
+            f"{args.throttled_size_mib} MiB for each throttled drive",
+            "cache": "new files each time; from the common start until all is durable and all processes know it",
             "rounds": args.rounds,
             "rows": rows(one_drive, throttled, why, args),
             "ratios": ratios(one_drive, throttled, args),
@@ -66,58 +67,59 @@ def main() -> None:
 
 
 def work(rank: int) -> None:
-    """Do what the parent asks for on standard input, one line of JSON at a time."""
+    """Save, or write raw bytes, when the parent asks for it."""
     import numpy as np
     import torch.distributed as dist
 
     import fp_multi as fp
-    from fp_multi._team import team_of
+    from fp_multi import _ceiling, _commit, _engines
     from fp_multi.adapters.torch.comm import TorchComm
 
-    store = dist.FileStore(os.environ["FP_STORE"], RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    join(rank)
     comm = TorchComm(timeout_s=300)
     rng = np.random.default_rng(0)
-    columns = int(os.environ["FP_SIZE_MIB"]) * MIB // 64 // 4 // 1024
-    state = {f"layer_{i}": rng.random((1024, columns), dtype=np.float32) for i in range(64)}
+    columns = int(os.environ["FP_SIZE_MIB"]) * MIB // TENSORS // 4 // 1024
+    state = {f"layer_{i}": rng.random((1024, columns), dtype=np.float32) for i in range(TENSORS)}
     nbytes = sum([array.nbytes for array in state.values()])
-    print(json.dumps({"nbytes": nbytes}), flush=True)
-    for line in sys.stdin:
-        task = json.loads(line)
-        writers = task["writers"]
-        # All begin together.
-        with team_of(comm).round(f"begin {task}") as round_:
-            round_.exchange("ready", b"")
-        if task["what"] == "save":
-            config = fp.SaveConfig(writers=tuple(range(writers)))
-            report = fp.save(state, task["path"], comm=comm, config=config)
-            elapsed_s = report.elapsed_s
-        elif rank < writers:
-            (result,) = fp.measure_ceiling(
-                task["path"], nbytes // writers, block_bytes=[task["block"]], queue_depth=[task["depth"]]
-            )
-            elapsed_s = nbytes // writers / 1e9 / result.gbytes_per_s
-        else:
-            elapsed_s = 0.0
-        print(json.dumps({"elapsed_s": elapsed_s}), flush=True)
-    os._exit(0)
+
+    def save(task: dict[str, Any]) -> None:
+        config = fp.SaveConfig(writers=tuple(range(task["writers"])))
+        fp.save(state, task["path"], comm=comm, config=config)
+
+    def raw(task: dict[str, Any]) -> dict[str, Any]:
+        """What fp.measure_ceiling does, but no file goes before all are durable: the drive would work for that, too."""
+        mine = _ceiling.align_up(nbytes // task["writers"])
+        options = _engines.options(fp.SaveConfig(block_bytes=task["block"], queue_depth=task["depth"]))
+        with _commit.FileCommit(os.path.join(task["path"], f".raw-{rank}"), fp.SaveConfig(), nbytes=mine) as scratch:
+            dist.barrier()
+            begin_s = end_s = time.perf_counter()
+            if rank < task["writers"]:
+                _ceiling._write(scratch.path, mine, options, reuse=False)
+                end_s = time.perf_counter()
+            dist.barrier()
+        return {"begin_s": begin_s, "end_s": end_s}
+
+    serve(nbytes, lambda task: save(task) if task["what"] == "save" else raw(task))
 
 
-def measure(team: Ranks, directory: Path, writers: tuple[int, ...], rounds: int) -> dict[int, dict[str, list[float]]]:
+def measure(
+    team: Ranks, directory: Path, writers: tuple[int, ...], settings: tuple[tuple[int, int], ...], rounds: int
+) -> dict[int, dict[str, list[float]]]:
     """Rates of saves and of raw writes, in the same rounds; the first warms up."""
     found: dict[int, dict[str, list[float]]] = {count: {"save": [], "raw": []} for count in writers}
-    settings = [(block, depth) for block in RAW_BLOCKS for depth in RAW_DEPTHS]
     raw: dict[int, dict[tuple[int, int], list[float]]] = {
         count: {setting: [] for setting in settings} for count in writers
     }
     for number in range(rounds + 1):
         for count in harness.rotated(writers, number):
             path = directory / "saved"
-            took_s = team.ask(what="save", path=str(path), writers=count)
+            took_s, _ = team.begin(what="save", path=str(path), writers=count)
             found[count]["save"].append(team.nbytes / 1e9 / took_s)
             harness.remove(path)
             for block, depth in settings:
-                took_s = team.ask(what="raw", path=str(directory), writers=count, block=block, depth=depth)
+                ask = {"what": "raw", "path": str(directory), "writers": count, "block": block, "depth": depth}
+                mine = team.tell(**ask)[:count]
+                took_s = max(one["end_s"] for one in mine) - min(one["begin_s"] for one in mine)
                 raw[count][block, depth].append(team.nbytes / 1e9 / took_s)
                 os.sync()
                 time.sleep(harness.SETTLE_S)
