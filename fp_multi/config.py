@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fp_multi._arguments import whole_number
 from fp_multi._policy import PerNode as PerNode
 from fp_multi._policy import Writers as Writers
 from fp_multi._policy import check_writers
@@ -41,6 +42,8 @@ class IOConfig:
         Raises:
             ConfigError: a field is out of range.
         """
+        for name in ("block_bytes", "queue_depth", "copy_threads"):
+            whole_number(name, getattr(self, name), 0)
         if not (64 << 10) <= self.block_bytes <= 256 * MIB or self.block_bytes & (self.block_bytes - 1):
             raise ConfigError(f"block_bytes must be a power of two from 65536 to {256 * MIB}, found {self.block_bytes}")
         if not 1 <= self.queue_depth <= 64:
@@ -78,6 +81,7 @@ class SaveConfig(IOConfig):
             ConfigError: a field is out of range.
         """
         IOConfig.__post_init__(self)
+        whole_number("chunk_bytes", self.chunk_bytes, 0)
         if self.chunk_bytes and (not 4096 <= self.chunk_bytes <= 16 * MIB or self.chunk_bytes % 4096):
             raise ConfigError(
                 f"chunk_bytes must be 0 or a multiple of 4096, at most {16 * MIB}, found {self.chunk_bytes}"

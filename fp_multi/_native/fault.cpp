@@ -12,9 +12,9 @@ namespace {
 
 constexpr size_t kPoints = static_cast<size_t>(Point::count_);
 constexpr std::array<const char*, kPoints> kNames = {
-    "open",  "statx",       "fallocate",   "ftruncate",        "fdatasync",      "fsync",
-    "close", "mkdir",       "rename",      "unlink",           "pwrite",         "pread",
-    "mmap",  "uring_setup", "uring_enter", "write_completion", "read_completion"};
+    "open",        "statx",       "fallocate",        "ftruncate",      "fdatasync", "fsync", "sync_file_range",
+    "close",       "mkdir",       "rename",           "unlink",         "pwrite",    "pread", "mmap",
+    "uring_setup", "uring_enter", "write_completion", "read_completion"};
 
 struct Rule {
   uint64_t first = 0;  // call number, counted from 1; 0: no rule

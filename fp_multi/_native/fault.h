@@ -16,6 +16,7 @@ enum class Point : uint8_t {
   ftruncate,
   fdatasync,
   fsync,
+  sync_file_range,
   close,
   mkdir,
   rename,

@@ -14,6 +14,10 @@ namespace {
 constexpr uint64_t kDeliverGrain = 256 << 10;
 constexpr uint64_t kDeliverStep = 64 << 10;  // CRC, then copy, while the bytes are in the cache
 constexpr double kCachedEnough = 0.5;
+// Who reads that much more than is wanted reads columns out of rows, as a rule beside other processes of this host that
+// want the other columns: the drive should give the bytes once.
+constexpr double kShared = 1.5;
+constexpr uint64_t kSharedNbytes = 8u << 20;
 constexpr uint64_t kLargeSegment = 1u << 20;  // smaller memory comes from malloc, often touched already
 constexpr uint64_t kPrefaultStep = 4u << 20;
 
@@ -44,8 +48,12 @@ void ReadJob::run(Workshop& workshop) {
   TargetFile file(path_, options_);
   error = file.open_read();
   // Copying from memory beats reading the drive again.
-  if (!error && options_.direct == Capability::automatic && mostly_cached(file))
-    file.stay_in_cache("direct: the file is in the page cache");
+  if (!error && options_.direct == Capability::automatic) {
+    if (mostly_cached(file))
+      file.stay_in_cache("direct: the file is in the page cache");
+    else if (mostly_unwanted())
+      file.stay_in_cache("direct: most of what is read is not wanted here, and left in the page cache for others");
+  }
   if (!error) error = file.choose_direct(false);
   stats.open_s = monotonic_s() - begin;
   if (!error) transfer(workshop, *backend, file);
@@ -58,6 +66,13 @@ bool ReadJob::mostly_cached(const TargetFile& file) const {
   if (ops_.empty()) return false;
   const uint64_t begin = ops_.front().offset, end = ops_.back().offset + ops_.back().nbytes;
   return sys::cached_share(file.buffered_fd(), begin, end - begin) >= kCachedEnough;
+}
+
+bool ReadJob::mostly_unwanted() const {
+  uint64_t wanted = 0, read = 0;
+  for (const Segment& segment : segments_) wanted += segment.nbytes;
+  for (const Op& op : ops_) read += op.nbytes;
+  return wanted && read >= kSharedNbytes && static_cast<double>(read) >= kShared * static_cast<double>(wanted);
 }
 
 void ReadJob::transfer(Workshop& workshop, Backend& backend, TargetFile& file) {

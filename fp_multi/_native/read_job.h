@@ -46,6 +46,7 @@ class ReadJob final : public Job {
   // Large final memory, in the order in which the file fills it.
   std::vector<Prefault::Range> fresh_memory() const;
   bool mostly_cached(const TargetFile& file) const;
+  bool mostly_unwanted() const;
 
   const std::string path_;
   const std::vector<Op> ops_;

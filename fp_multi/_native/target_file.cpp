@@ -53,7 +53,9 @@ IoError TargetFile::choose_direct(bool writing) {
       break;
     case sys::Dio::unknown:
       // btrfs with checksums, tmpfs, FUSE and others take the flag and buffer in silence; they also
-      // take misaligned requests, which real direct I/O refuses.
+      // take misaligned requests, which real direct I/O refuses. btrfs without checksums takes those, too (it
+      // buffers just them), but is direct for aligned ones.
+      if (sys::no_cow(fd)) break;
       if (writing && sys::file_size(buffered_.get()) >= 3) {
         const char probe[4] = {};
         if (sys::pwrite(fd, probe + 1, 3, 0, 0) == 3)

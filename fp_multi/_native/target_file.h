@@ -51,6 +51,12 @@ class TargetFile {
   int fd() const { return use_direct_ ? direct_.get() : buffered_.get(); }
   int flags() const { return use_direct_ ? 0 : buffered_flags_; }
 
+  // A buffered write is complete. Without RWF_DONTCACHE the kernel would leave its pages until fdatasync, and the
+  // drive idle until then.
+  void written_to_cache(uint64_t offset, uint64_t nbytes) const {
+    sys::start_writeback(buffered_.get(), offset, nbytes);
+  }
+
   // A direct or RWF_DONTCACHE request was refused as such. True if the file now goes on without;
   // false if the capability is switched on, and the refusal is an error.
   bool retreat_from_direct(int code);

@@ -93,7 +93,10 @@ bool Transfer::handle(uint32_t slot, int64_t result) {
   if (result > 0) {
     r.done += static_cast<uint64_t>(result);
     r.idle_tries = 0;
-    if (r.done >= r.need) return true;
+    if (r.done >= r.need) {
+      if (writing_ && !r.direct && !r.flags) file_.written_to_cache(r.offset, r.need);
+      return true;
+    }
     // Short: go on behind what was moved. A direct request must begin on a page; where that would
     // not advance the rest goes through the buffered descriptor.
     if (error_) {
