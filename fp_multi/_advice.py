@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 from fp_multi.errors import ConfigError
@@ -107,6 +108,8 @@ class Advice:
         for name in self.__slots__:
             value = getattr(self, name)
             least = "at least 0" if name in ("stall_s", "nbytes") else "above 0"
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise ConfigError(f"{name} must be a number {least}, found {value!r}")
             if not (value > 0 or (value == 0 and least == "at least 0")) or math.isinf(value):
                 raise ConfigError(f"{name} must be a number {least}, found {value}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import heapq
-import zlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -20,6 +19,7 @@ from fp_multi._boxes import cut_rule, unit_boxes, unit_offsets
 from fp_multi._comm import Comm
 from fp_multi._dtypes import itemsize
 from fp_multi._format import Manifest
+from fp_multi._partial import identity_of
 from fp_multi._together import Together
 from fp_multi.config import LoadConfig
 from fp_multi.errors import CommError
@@ -77,7 +77,7 @@ def fetch_shared(
 
     raise_faults(fetch(directory, manifest, requests, config, keepalive)[0], directory)
     # Nobody enters a collective before all have read: one that failed would leave the others waiting in it.
-    round_.post(msgspec.msgpack.encode((list(sizes), _identity(manifest))))
+    round_.post(msgspec.msgpack.encode((list(sizes), identity_of(manifest))))
     if ranks.leads:
         if len({*round_.collect()}) > 1:
             raise CommError(f"{directory}: with broadcast=True all ranks must load the same parts of one checkpoint")
@@ -88,10 +88,6 @@ def fetch_shared(
         comm.all_gather(whole[begin:end], whole)
     for bundle in bundles:
         _gather_bundle(bundle, sizes, where, comm)
-
-
-def _identity(manifest: Manifest) -> int:
-    return zlib.crc32(msgspec.msgpack.encode(manifest))
 
 
 def _bundles(sizes: Mapping[int, int], size: int) -> list[list[list[int]]]:

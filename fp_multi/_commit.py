@@ -14,13 +14,12 @@ from typing import Self
 
 from fp_multi import _engine, _writer
 from fp_multi._hidden import MANIFEST as MANIFEST
-from fp_multi._hidden import claim, held, is_checkpoint, sweep, translated, unlock
+from fp_multi._hidden import claim, held, is_at, is_checkpoint, sweep, translated, unlock
 from fp_multi._hidden import find as find
 from fp_multi._hidden import identity as identity
 from fp_multi._hidden import remove_tree as remove_tree
 from fp_multi._hidden import resolve as resolve
 from fp_multi._hidden import work_name as work_name
-from fp_multi._types import ShardReceipt
 from fp_multi.config import SaveConfig
 from fp_multi.errors import CheckpointExistsError, NoSpaceError, StorageError
 
@@ -47,6 +46,8 @@ def make_parents(parent: str, *, durable: bool) -> None:
         code = _engine.mkdir(path)
         if code != errno.EEXIST:
             _check(code, "mkdir", path)
+        elif not os.path.isdir(path):
+            raise StorageError(errno.ENOTDIR, "mkdir", path)
         if durable:
             _check(_engine.fsync_path(os.path.dirname(path)), "fsync", os.path.dirname(path))
 
@@ -106,6 +107,8 @@ class _Work:
         """What comes before the question whether there is room."""
         self._check_target()
         make_parents(self.parent, durable=self.config.durable)
+        with suppress(FileNotFoundError):
+            os.lstat(self.target)  # a name that cannot be is refused now, not after everything is written
         sweep(self.target)
         self._check_target()  # an old checkpoint may have been put back
 
@@ -138,91 +141,22 @@ class _Work:
             _check(_engine.fsync_path(path), "fsync", path)
 
 
-class DirectoryCommit(_Work):
-    """One checkpoint on its way: write shards into ``path``, then :meth:`publish`.
-
-    Leaving the ``with`` block without publishing removes everything that was written.
-
-    Args:
-        path: the checkpoint.
-        config: whether to flush.
-        overwrite: replace a checkpoint that is there.
-        nbytes: what it will take.
-        token: where several processes write: what they agree on for the name of the directory.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        config: SaveConfig,
-        *,
-        overwrite: bool,
-        nbytes: int,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(path, config, nbytes=nbytes, token=token)
-        self.overwrite = overwrite
-        self._manifest: _writer.PendingWrite | None = None
+class _Replacing(_Work):
+    """What the two have in common that make a directory, which may have to take another one's place."""
 
     @property
     def path(self) -> str:
-        """The directory that becomes the checkpoint."""
+        """The directory that becomes the target."""
         return self.directory
 
-    def _check_target(self) -> None:
-        if not os.path.lexists(self.target):
-            return
-        if os.path.isdir(self.target):
-            if is_checkpoint(self.target):
-                if self.overwrite:
-                    return
-                raise CheckpointExistsError(
-                    errno.EEXIST,
-                    "a checkpoint exists; pass overwrite=True to replace it",
-                    self.target,
-                )
-            if not os.listdir(self.target):
-                return  # rename replaces an empty directory
-        raise CheckpointExistsError(errno.EEXIST, "exists and is not a checkpoint: nothing is replaced", self.target)
-
-    def publish(self, manifest: bytes, slot: int = 0) -> ShardReceipt:
-        """Make the directory complete and visible (steps 5 to 9).
-
-        Args:
-            manifest: the bytes of ``manifest.json``.
-            slot: the engine that writes it, see :func:`fp_multi._writer.start_write`.
+    def _put_in_place(self) -> str | None:
+        """Give ``path`` the target's name, for good; returns where what was replaced is now.
 
         Raises:
             StorageError: a step failed; the target is untouched.
             CheckpointExistsError: somebody else created the target meanwhile.
         """
-        receipt = _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
-        self._appear()
-        return receipt
-
-    def write_manifest(self, manifest: bytes, slot: int = 0) -> None:
-        """Start with step 5 already; :meth:`publish_written` does the rest when the shards are complete, too.
-
-        Args:
-            manifest: the bytes of ``manifest.json``.
-            slot: the engine that writes it, which must be another one than the shards have.
-
-        Raises:
-            StorageError: the engine cannot take the work.
-        """
-        self._manifest = _writer.start_bytes(os.path.join(self.path, MANIFEST), manifest, self.config, slot)
-
-    def publish_written(self) -> ShardReceipt:
-        """:meth:`publish`, after :meth:`write_manifest`."""
-        if self._manifest is None:
-            raise StorageError(errno.ENOENT, "publish", os.path.join(self.path, MANIFEST), hint="it was not written")
-        receipt = self._manifest.finish()
-        self._appear()
-        return receipt
-
-    def _appear(self) -> None:
-        self._fsync(self.path)  # the names of the files; their bytes are flushed already
-        # A checkpoint that is replaced stays locked, and so out of every sweep, until its successor is durable.
+        # What is replaced stays locked, and so out of every sweep, until its successor is durable.
         with held(self.target):
             with translated("rename", self.target):
                 old = self._swap()
@@ -232,16 +166,9 @@ class DirectoryCommit(_Work):
             except StorageError:
                 self.published = not self._undo(old)
                 raise
-        if old is not None:
-            remove_tree(old)  # step 9: only after the new one is durable
-
-    def _leave(self) -> None:
-        if self._manifest is not None:
-            self._manifest.__exit__()  # nobody writes into a directory that is being removed
-        super()._leave()
+        return old
 
     def _swap(self) -> str | None:
-        """Rename to the target; returns where the replaced checkpoint is now."""
         code = _engine.rename(self.path, self.target, _NOREPLACE)
         if code in _NO_RENAMEAT2 and not os.path.lexists(self.target):
             code = _engine.rename(self.path, self.target)
@@ -250,7 +177,7 @@ class DirectoryCommit(_Work):
         if code not in _NO_RENAMEAT2 | {errno.EEXIST, errno.ENOTEMPTY}:
             _check(code, "rename", self.target)
         self._check_target()  # what is there now may be replaced, or this raises
-        if not is_checkpoint(self.target):
+        if not os.path.isdir(self.target) or not os.listdir(self.target):
             _check(_engine.rename(self.path, self.target), "rename", self.target)
             return None
         code = _engine.rename(self.path, self.target, _EXCHANGE)
@@ -258,7 +185,7 @@ class DirectoryCommit(_Work):
             self._swap_in_two_steps()
         else:
             _check(code, "rename", self.target)
-        return self.path  # the hidden name has the old checkpoint now
+        return self.path  # where the new one was
 
     def _swap_in_two_steps(self) -> None:
         # 8b: for a moment there is no checkpoint under the name; find() and sweep() know where the old one is then.
@@ -290,6 +217,68 @@ class DirectoryCommit(_Work):
         return _engine.rename(aside, self.path) == 0
 
 
+class DirectoryCommit(_Replacing):
+    """One checkpoint on its way: write shards into ``path``, then :meth:`publish`.
+
+    Leaving the ``with`` block without publishing removes everything that was written.
+
+    Args:
+        path: the checkpoint.
+        config: whether to flush.
+        overwrite: replace a checkpoint that is there.
+        nbytes: what it will take.
+        token: where several processes write: what they agree on for the name of the directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        config: SaveConfig,
+        *,
+        overwrite: bool,
+        nbytes: int,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(path, config, nbytes=nbytes, token=token)
+        self.overwrite = overwrite
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.target):
+            return
+        if os.path.isdir(self.target):
+            if is_checkpoint(self.target):
+                if self.overwrite:
+                    return
+                raise CheckpointExistsError(
+                    errno.EEXIST,
+                    "a checkpoint exists; pass overwrite=True to replace it",
+                    self.target,
+                )
+            if not os.listdir(self.target):
+                return  # rename replaces an empty directory
+        raise CheckpointExistsError(errno.EEXIST, "exists and is not a checkpoint: nothing is replaced", self.target)
+
+    def write_manifest(self, manifest: bytes) -> None:
+        """Write and flush ``manifest.json`` (step 5), perhaps while the drive still takes the end of the shards.
+
+        Raises:
+            StorageError: it failed.
+        """
+        _writer.write_bytes(os.path.join(self.path, MANIFEST), manifest, self.config)
+
+    def publish(self) -> None:
+        """Make the directory, which is complete, visible (steps 6 to 9).
+
+        Raises:
+            StorageError: a step failed; the target is untouched.
+            CheckpointExistsError: somebody else created the target meanwhile.
+        """
+        self._fsync(self.path)  # the names of the files; their bytes are flushed already
+        old = self._put_in_place()
+        if old is not None:
+            remove_tree(old)  # step 9: only after the new one is durable
+
+
 class MemberCommit(_Work):
     """The same for a process that writes shards into a checkpoint that another one publishes.
 
@@ -315,7 +304,7 @@ class MemberCommit(_Work):
         if not self.published and self._lock is not None:
             with suppress(OSError):
                 # After an exchange another directory has the hidden name: the checkpoint that was replaced.
-                if os.path.samestat(os.fstat(self._lock), os.stat(self.directory)):
+                if is_at(self._lock, self.directory):
                     for name in self.files:
                         _engine.unlink(os.path.join(self.directory, name))
                     os.rmdir(self.directory)

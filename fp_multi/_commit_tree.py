@@ -6,14 +6,23 @@ import errno
 import os
 from collections.abc import Callable
 
-from fp_multi import _engine
-from fp_multi._commit import _EXCHANGE, _NO_RENAMEAT2, _NOREPLACE, _check, _Work
-from fp_multi._hidden import translated
+from fp_multi._commit import _Replacing, remove_tree
+from fp_multi._hidden import sweep, translated
 from fp_multi.config import SaveConfig
-from fp_multi.errors import CheckpointExistsError, StorageError
+from fp_multi.errors import CheckpointExistsError
 
 
-class TreeCommit(_Work):
+class _Tree(_Replacing):
+    def _flush(self) -> None:
+        """Flush everything below ``path``."""
+        with translated("flush", self.path):
+            for directory, _, files in os.walk(self.path, topdown=False):
+                for name in files:
+                    self._fsync(os.path.join(directory, name))
+                self._fsync(directory)
+
+
+class TreeCommit(_Tree):
     """One directory on its way: let it be made at ``path``, then :meth:`publish`.
 
     Leaving the ``with`` block without publishing removes everything that was written.
@@ -61,37 +70,40 @@ class TreeCommit(_Work):
             StorageError: a step failed; the target is untouched.
             CheckpointExistsError: somebody else created the target meanwhile.
         """
-        with translated("flush", self.path):
-            for directory, _, files in os.walk(self.path, topdown=False):
-                for name in files:
-                    self._fsync(os.path.join(directory, name))
-                self._fsync(directory)
-        with translated("rename", self.target):
-            swapped = self._swap()
-        try:
-            self._fsync(self.parent)
-        except StorageError:
-            _engine.rename(self.target, self.path, _EXCHANGE if swapped else 0)
-            raise
+        self._flush()
+        self._put_in_place()
+        remove_tree(self.directory)  # with what was replaced, if it was
 
-    def _swap(self) -> bool:
-        """Rename to the target; whether ``path`` has now what was there."""
-        code = _engine.rename(self.path, self.target, _NOREPLACE)
-        if code in _NO_RENAMEAT2 and not os.path.lexists(self.target):
-            code = _engine.rename(self.path, self.target)
-        if code == 0:
-            return False
-        if code not in _NO_RENAMEAT2 | {errno.EEXIST, errno.ENOTEMPTY}:
-            _check(code, "rename", self.target)
-        self._check_target()  # what is there now may be replaced, or this raises
-        code = _engine.rename(self.path, self.target, _EXCHANGE)
-        if code in _NO_RENAMEAT2:
-            old = os.path.join(self.directory, "old")
-            _check(_engine.rename(self.target, old), "rename", self.target)
-            code = _engine.rename(self.path, self.target)
-            if code:
-                _engine.rename(old, self.target)
-            _check(code, "rename", self.target)
-            return False
-        _check(code, "rename", self.target)
-        return True
+
+class _Moved(_Tree):
+    """A directory that is complete, under a name that nobody looks for."""
+
+    def __init__(self, source: str, target: str, config: SaveConfig) -> None:
+        super().__init__(target, config, nbytes=0)
+        self.directory = source
+
+    def _check_target(self) -> None:
+        if os.path.lexists(self.target) and not os.path.isdir(self.target):
+            raise CheckpointExistsError(errno.EEXIST, "exists and is no directory: nothing is replaced", self.target)
+
+    def publish(self) -> None:
+        sweep(self.target)
+        self._flush()
+        old = self._put_in_place()
+        if old is not None:
+            remove_tree(old)
+
+
+def replace_tree(source: str, target: str, config: SaveConfig) -> None:
+    """Flush everything below a directory, and give it another name; a directory that has that name is replaced.
+
+    Args:
+        source: the complete directory.
+        target: its name from now on, in the same file system.
+        config: whether to flush.
+
+    Raises:
+        StorageError: a step failed; the target is untouched.
+        CheckpointExistsError: the target is a file.
+    """
+    _Moved(source, target, config).publish()

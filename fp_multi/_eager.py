@@ -57,7 +57,7 @@ def selected(described: Described, selection: Selection) -> set[int]:
     Raises:
         KeyNotFoundError: a path is not in the state.
     """
-    return set(select(described.tree, selection)[1]) if selection else set()
+    return select(described.tree, selection, argument="copy", where="the state")[1] if selection else set()
 
 
 def plain_values(sources: Sequence[LeafSource]) -> Iterator[int]:

@@ -18,7 +18,7 @@ from fp_multi._header import HeaderEntry as HeaderEntry
 from fp_multi._header import StoredTensor as StoredTensor
 from fp_multi._header import check_metadata as check_metadata
 from fp_multi._header import decode_header as decode_header
-from fp_multi._header import decode_header_metadata as decode_header_metadata
+from fp_multi._header import decode_whole_header as decode_whole_header
 from fp_multi._header import encode_header as encode_header
 from fp_multi._header import header_nbytes as header_nbytes
 from fp_multi._manifest import FORMAT as FORMAT

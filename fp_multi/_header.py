@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fp_multi._arguments import require
 from fp_multi._collector import collector_paused
 from fp_multi._dtypes import CODE_BITS
 from fp_multi._manifest import MAX_AXES, MAX_NBYTES
@@ -66,6 +67,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     """
     if metadata is None:
         return None
+    require("metadata", metadata, Mapping)
     for key, value in metadata.items():
         if not (isinstance(key, str) and isinstance(value, str) and is_unicode(key) and is_unicode(value)):
             raise ConfigError(
@@ -144,6 +146,11 @@ def header_nbytes(prefix: bytes, file_nbytes: int, source: str) -> int:
 
 
 def decode_header(head: bytes, file_nbytes: int, source: str) -> dict[str, HeaderEntry]:
+    """The tensors of :func:`decode_whole_header`."""
+    return decode_whole_header(head, file_nbytes, source)[0]
+
+
+def decode_whole_header(head: bytes, file_nbytes: int, source: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Read the header of any safetensors file, trusting nothing in it.
 
     Args:
@@ -152,35 +159,21 @@ def decode_header(head: bytes, file_nbytes: int, source: str) -> dict[str, Heade
         source: its name, for messages.
 
     Returns:
-        The tensors in the order of the header. Their ranges cover the data exactly, without
-        overlap.
+        The tensors in the order of the header, whose ranges cover the data exactly, without overlap; and
+        ``__metadata__``, empty if there is none.
 
     Raises:
         CorruptCheckpointError: what is wrong, expected and found.
     """
     data_nbytes = file_nbytes - header_nbytes(head, file_nbytes, source)
     with collector_paused():
-        members, _ = _parse(head, file_nbytes, source)
+        members, metadata = _parse(head, file_nbytes, source)
         try:
             entries = {name: _entry(name, member) for name, member in members.items()}
             _check_ranges(entries, data_nbytes)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{source}: {error}", tensor=error.tensor, shard=source) from error
-    return entries
-
-
-def decode_header_metadata(head: bytes, file_nbytes: int, source: str) -> dict[str, str]:
-    """Read ``__metadata__`` of any safetensors file; empty if there is none.
-
-    Args:
-        head: the file's first bytes, ``header_nbytes(...)`` or more.
-        file_nbytes: length of the file.
-        source: its name, for messages.
-
-    Raises:
-        CorruptCheckpointError: what is wrong, expected and found.
-    """
-    return _parse(head, file_nbytes, source)[1]
+    return entries, metadata
 
 
 def _parse(head: bytes, file_nbytes: int, source: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ _log = logging.getLogger("fp_multi")
 _WORK_NAME = re.compile(r"\.(?P<name>.+)\.fp_multi-(?P<what>tmp|old|free)-[0-9a-f]{16}", re.DOTALL)
 _CUT_NAME = re.compile(r".*~[0-9a-f]{16}", re.DOTALL)
 _NAME_MAX = 255
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _WORK_NAME_EXTRA = len("..fp_multi-free-") + 16
 
 
@@ -38,11 +40,23 @@ def translated(op: str, path: str) -> Iterator[None]:
         raise StorageError(error.errno or errno.EIO, op, path) from error
 
 
-def resolve(path: str | os.PathLike[str]) -> str:
-    """The absolute path that a save or load means: links are followed, so that work happens beside the real thing."""
+def named(path: str | os.PathLike[str]) -> str:
+    """A path as text, refused if nothing can have that name."""
     text = os.fsdecode(path)
     if not text:
         raise StorageError(errno.ENOENT, "resolve", text, hint="the path is empty")
+    try:
+        if b"\0" not in os.fsencode(text):
+            return text
+        why = "it has a zero byte"
+    except UnicodeEncodeError as error:
+        why = str(error)
+    raise StorageError(errno.EINVAL, "resolve", text, hint=why)
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The absolute path that a save or load means: links are followed, so that work happens beside the real thing."""
+    text = named(path)
     with translated("resolve", text):
         return os.path.realpath(text)
 
@@ -66,8 +80,18 @@ def work_name(target: str, what: str, token: str | None = None) -> str:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory holds a manifest."""
-    return os.path.isfile(os.path.join(path, MANIFEST))
+    """Whether a directory holds a manifest.
+
+    Raises:
+        StorageError: it cannot be known. A checkpoint that cannot be seen must not be taken for none.
+    """
+    manifest = os.path.join(path, MANIFEST)
+    try:
+        return stat.S_ISREG(os.stat(manifest).st_mode)
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return False
+        raise StorageError(error.errno or errno.EIO, "look for", manifest) from error
 
 
 def unlock(fd: int) -> None:
@@ -78,21 +102,50 @@ def unlock(fd: int) -> None:
     os.close(fd)
 
 
+def lock(path: str, *, shared: bool = False) -> tuple[int, bool]:
+    """Open a directory and lock it, without waiting.
+
+    Args:
+        path: the directory, no link to it.
+        shared: others may hold the lock, too, if theirs is also shared.
+
+    Returns:
+        The descriptor, for :func:`unlock`, and whether it is locked: some file systems have no locks.
+
+    Raises:
+        BlockingIOError: somebody else holds the lock.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    locked = False
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        locked = True
+    except BaseException as error:
+        if isinstance(error, BlockingIOError) or not isinstance(error, OSError):
+            os.close(fd)
+            raise
+    return fd, locked
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Whether a path still leads to an open directory; it may be renamed between its opening and its lock."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 @contextlib.contextmanager
 def held(path: str) -> Iterator[bool]:
     """Hold a lock on a directory; gives False if somebody else holds it, or there are no locks here."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd, locked = lock(path)
     except OSError:
         yield False
         return
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+        yield locked
     finally:
         unlock(fd)
 
@@ -105,23 +158,15 @@ def claim(path: str, *, shared: bool = False) -> int | None:
         shared: several processes work in it, and each holds the lock.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+        fd, _ = lock(path, shared=shared)  # without locks sweeps leave the directory alone, too
+    except (FileNotFoundError, BlockingIOError):
         return None
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        pass  # no locks on this file system: sweeps leave the directory alone then
     mine = False
     try:
-        with contextlib.suppress(FileNotFoundError):
-            mine = os.path.samestat(os.fstat(fd), os.stat(path))
+        mine = is_at(fd, path)
     finally:
         if not mine:
-            os.close(fd)
+            unlock(fd)
     return fd if mine else None
 
 
@@ -149,7 +194,7 @@ def remove_tree(path: str) -> None:
         import shutil  # rarely needed, and dear to import
 
     def failed(_: object, where: str, error: BaseException) -> None:
-        if not isinstance(error, FileNotFoundError):
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             _log.warning("cannot remove %s: %s", where, error)
 
     if sys.version_info >= (3, 12):
@@ -226,7 +271,7 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     """Differs when another checkpoint is at the path; None without one."""
     directory = find(path)
     try:
-        stat = os.stat(os.path.join(directory or "", MANIFEST))
+        found = os.stat(os.path.join(directory or "", MANIFEST))
     except OSError:
         return None
-    return stat.st_dev, stat.st_ino, stat.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_mtime_ns

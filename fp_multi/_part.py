@@ -136,7 +136,7 @@ class PartWrite:
         return [write.nbytes for write in self._writes]
 
     def staged(self, on_tick: Callable[[_engine.WriteJob], None] | None = None) -> Part:
-        """Wait until the shards' bytes have been read and all checksums are known; the drive has a part of them to take.
+        """Wait until the shards have been read and all checksums are known; the drive has a part of them to take.
 
         Args:
             on_tick: called about ten times a second; the write stops if it raises.

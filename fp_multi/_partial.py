@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -85,6 +87,8 @@ class CheckpointReader:
             StorageError: a system call failed.
             TargetMismatchError: a box is outside its tensor, or ``out`` does not fit.
         """
+        if not requests:
+            return []
         manifest = self.manifest
         _assemble.raise_faults(_assemble.shard_faults(self.directory, manifest), self.directory)
         known: dict[tuple[int, Box | None], int] = {}
@@ -151,6 +155,32 @@ class CheckpointReader:
                 f"{tensor.name}: the box at {box.start} of {box.length} is not inside the shape {tuple(tensor.shape)}"
             )
         return nbytes
+
+
+def size_of(reader: CheckpointReader, request: ReadRequest) -> int:
+    """Bytes of a part.
+
+    Raises:
+        TargetMismatchError: there is no such part.
+    """
+    return reader._nbytes_of(request)
+
+
+def room_for(reader: CheckpointReader, request: ReadRequest) -> _Bytes:
+    """Memory for a part: the caller's, or new one.
+
+    Raises:
+        TargetMismatchError: there is no such part, or the caller's memory does not fit.
+    """
+    nbytes = reader._nbytes_of(request)
+    if request.out is None:
+        return _reader.allocate([nbytes])[0]
+    return _checked(request.out, nbytes, reader.manifest.tensors[request.tensor].name)
+
+
+def identity_of(manifest: Manifest) -> int:
+    """A number by which ranks see whether they read one checkpoint."""
+    return zlib.crc32(msgspec.msgpack.encode(manifest))
 
 
 def _checked(out: _Bytes, nbytes: int, name: str) -> _Bytes:

@@ -80,14 +80,29 @@ def plan_part(
 
 
 def divide(
-    described: Described, *, size: int, writers: Sequence[int] | None = None, weights: Sequence[float] | None = None
+    described: Described,
+    *,
+    size: int,
+    writers: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+    mark: int | None = None,
 ) -> Division:
-    """The part of :func:`plan_part` that holds for every state with the same :func:`fingerprint`, and every rank."""
+    """The part of :func:`plan_part` that holds for every state with the same :func:`fingerprint`, and every rank.
+
+    Args:
+        described: as for :func:`plan_part`, like the following.
+        size: number of ranks.
+        writers: the ranks that write.
+        weights: how much each of them does.
+        mark: the fingerprint, if it is known.
+    """
+    if mark is None:
+        mark = fingerprint(described)
     with collector_paused():
         _require_parts(described, size)
         boxes = _Boxes(described, size)
         divided = plan(boxes.items, boxes.groups, size=size, writers=writers, weights=weights)
-        crc32c = _engine.crc32c(msgspec.msgpack.encode((fingerprint(described), size, writers, weights)))
+        crc32c = _engine.crc32c(msgspec.msgpack.encode((mark, size, writers, weights)))
         return Division(boxes, divided, divided.loads.tolist(), crc32c)
 
 

@@ -109,17 +109,10 @@ def retire(path: str, *, durable: bool) -> Retired | None:
     """
     hidden = _hidden.work_name(path, "free")
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
         # Before the rename: under the hidden name an unlocked directory is anybody's to sweep.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
+        lock, _ = _hidden.lock(path)
     except OSError:
-        pass  # no locks on this file system: then nothing is swept either
+        return None
     code = _engine.rename(path, hidden)
     if code:
         if code != errno.ENOENT:

@@ -91,7 +91,7 @@ class Round:
             CommTimeoutError: a rank did not come.
             CommError: the store cannot be reached, or the ranks do different things.
         """
-        with Round(self._session, self.number, tag, self) as inner:
+        with Round(self._session, self.number, f"{self.tag}: {tag}", self) as inner:
             return inner.share(value)
 
     def share(self, value: bytes) -> list[bytes]:
@@ -197,16 +197,23 @@ class Round:
             wait_s = min(POLL_S, left_s)
         tag, _, receipt = message.partition(b"\n")
         if json.loads(tag) != self.tag:
-            raise CommError(
-                f"rank {rank} takes part in {json.loads(tag)!r} while rank {LEADER} does in {self.tag!r}: "
-                "all ranks must save and load the same things in the same order"
-            )
+            raise self._out_of_step(rank, json.loads(tag))
         return receipt
+
+    def _out_of_step(self, rank: int, tag: str) -> CommError:
+        return CommError(
+            f"rank {rank} takes part in {tag!r} while rank {LEADER} does in {self.tag!r}: "
+            "all ranks must save and load the same things in the same order"
+        )
 
     def _raise_if_apart(self, rank: int) -> None:
         """Find a rank that exchanges something while the leader does not, or the reverse: neither would ever come."""
         apart = f"{self._key}/{len(self._words)}" if self._outer is None else self._outer._key
-        if self._comm.get(f"{apart}/r{rank}", 0) is not None:
+        message = get_value(self._comm, f"{apart}/r{rank}", 0)
+        if message is not None:
+            tag = json.loads(message.partition(b"\n")[0])
+            if not tag.startswith(self.tag) and not self.tag.startswith(tag):
+                raise self._out_of_step(rank, tag)
             who, other = (rank, LEADER) if self._outer is None else (LEADER, rank)
             raise CommError(
                 f"{self.tag}: the structure of the state (paths, shapes, shardings, or the directory) has changed on "

@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp_multi import _assemble, _commit, _reader, _writer
+from fp_multi._arguments import require
 from fp_multi._dtypes import from_safetensors, plain_safetensors
 from fp_multi._format import (
     HeaderEntry,
     Tensor,
     check_metadata,
     decode_header,
-    decode_header_metadata,
+    decode_whole_header,
     encode_header,
     header_nbytes,
 )
-from fp_multi._hidden import translated
+from fp_multi._hidden import named, translated
 from fp_multi._layout import lay_out
 from fp_multi._tree import describe
 from fp_multi._types import SaveReport, TensorBuilder
@@ -67,6 +68,8 @@ def save_safetensors(
         np.float32(4.0)
     """
     begin = time.perf_counter()
+    require("config", config, SaveConfig)
+    require("tensors", tensors, Mapping)
     described = describe(dict(tensors))
     names, indices = described.tree[1], described.tree[2]
     for name, index in zip(names, indices, strict=True):
@@ -156,9 +159,9 @@ def read_safetensors_header(
         >>> fp.read_safetensors_header("weights.safetensors")[0]["w"].shape
         (2, 2)
     """
-    file = os.fspath(path)
+    file = named(path)
     head, found = _read_head(file)
-    return decode_header(head, found.nbytes, file), decode_header_metadata(head, found.nbytes, file)
+    return decode_whole_header(head, found.nbytes, file)
 
 
 def load_safetensors(
@@ -191,8 +194,9 @@ def load_safetensors(
         >>> list(fp.load_safetensors("weights.safetensors", names=["w"]))
         ['w']
     """
-    file = os.fspath(path)
-    wanted = None if names is None else list(dict.fromkeys(names))
+    require("config", config, LoadConfig)
+    file = named(path)
+    wanted = None if names is None else list(dict.fromkeys([names] if isinstance(names, str) else names))
     for _ in range(_REPLACED_TRIES):
         head, found = _read_head(file)
         try:

@@ -86,7 +86,7 @@ class Saving:
         self._commit: _commit.DirectoryCommit | _commit.MemberCommit | None = None
         self._write: PartWrite | None = None
         try:
-            self._start(described, path, overwrite, reuse or {}, spill_nbytes)
+            self._start(described, path, overwrite, reuse or {}, spill_nbytes, team)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -99,11 +99,13 @@ class Saving:
         overwrite: bool,
         reuse: Mapping[str, str],
         spill_nbytes: int,
+        team: Together | None,
     ) -> None:
-        if self._team is None or self._round is None:
+        if team is None:
             self._plan = TeamPlan(described, plan_part(described), (0,), "")
         else:
-            self._plan = self._team.plan(described, self.config, os.path.dirname(resolve(path)), self._round)
+            prepared = team.prepare(described, self.config, os.path.dirname(resolve(path)))
+            self._plan = team.team.plan(described, self.config, prepared)
         part = self._plan.part
         self._layouts = [lay_out_shard(contents) for contents in part.contents]
         needed = sum([layout.nbytes for layout in self._layouts])
@@ -202,11 +204,12 @@ class Saving:
             elif isinstance(self._commit, _commit.DirectoryCommit):
                 part = self._write.staged()
                 manifest = self._manifest_of([part])
-                # Beside the end of the shards, by an engine of its own: theirs is at work.
-                self._commit.write_manifest(encode_manifest(manifest, _engine.crc32c), ~self._slot)
+                encoded = encode_manifest(manifest, _engine.crc32c)
+                self._commit.write_manifest(encoded)  # beside the end of the shards
                 self._write.finish(part=part)
                 written_s = time.perf_counter()
-                file_nbytes = manifest.totals.shard_nbytes + self._commit.publish_written().nbytes
+                self._commit.publish()
+                file_nbytes = manifest.totals.shard_nbytes + len(encoded)
             else:
                 raise EngineClosedError("only the first rank publishes")
         except BaseException as error:
@@ -269,8 +272,10 @@ class Saving:
         if not isinstance(self._commit, _commit.DirectoryCommit):
             raise EngineClosedError("only the first rank publishes")
         manifest = self._manifest_of(parts)
-        receipt = self._commit.publish(encode_manifest(manifest, _engine.crc32c), self._slot)
-        return manifest.totals.shard_nbytes + receipt.nbytes
+        encoded = encode_manifest(manifest, _engine.crc32c)
+        self._commit.write_manifest(encoded)
+        self._commit.publish()
+        return manifest.totals.shard_nbytes + len(encoded)
 
     def _manifest_of(self, parts: Sequence[Part]) -> Manifest:
         tree = self._plan.described.tree

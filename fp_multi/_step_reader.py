@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+from collections.abc import Iterator
 from typing import Any
 
+from fp_multi._arguments import whole_number
 from fp_multi._comm import Comm
 from fp_multi._steps import Retention, complete_steps
 from fp_multi._together import team_of
 from fp_multi._types import Selection, TensorBuilder
 from fp_multi.checkpoint import load
 from fp_multi.config import LoadConfig
+from fp_multi.errors import CheckpointNotFoundError
 
 
 class StepReader:
@@ -67,12 +73,14 @@ class StepReader:
 
         Raises:
             CheckpointNotFoundError: there is no such step; the message names those that there are.
+            ConfigError: the step is no integer, or below 0.
+            CommError: with ``comm``: another rank failed, is gone, or wants something else.
             FpMultiError: whatever :func:`fp_multi.load` raises.
         """
+        if step is not None:
+            step = whole_number("step", step, 0)
         self._before_restore(inplace=inplace)
-        if self.comm is not None:
-            step = self._agreed_step(self.comm, step)
-        with self._retention.reading(step) as (chosen, path):
+        with self._reading(step) as (chosen, path):
             return chosen, load(
                 path,
                 target=target,
@@ -83,12 +91,33 @@ class StepReader:
                 tensor_builder=tensor_builder,
             )
 
-    def _agreed_step(self, comm: Comm, step: int | None) -> int | None:
-        """The step that all ranks restore: the first rank's, which may see a newer one than others."""
+    @contextlib.contextmanager
+    def _reading(self, step: int | None) -> Iterator[tuple[int, str]]:
+        """Choose a step and keep it while it is read; of several ranks the first chooses, which may see a newer one.
 
-        def newest() -> bytes:
-            latest = self.latest_step() if step is None else step
-            return b"" if latest is None else b"%d" % latest
-
-        said = team_of(comm).first_says(f"restore from {self.directory!r}", newest)
-        return int(said) if said else None
+        Retention is the first rank's, and may come at any moment. So that rank locks the step before it names it, and
+        nobody goes on, or lets go of it, before all ranks have locked it.
+        """
+        if self.comm is None:
+            with self._retention.reading(step) as chosen:
+                yield chosen
+            return
+        team = team_of(self.comm)
+        which = "the newest step" if step is None else f"step {step}"
+        with contextlib.ExitStack() as locks:
+            with team.round(f"restore {which} of {self.directory!r}") as one:
+                found: tuple[int, str] | None = None
+                word: Any = None
+                if team.leads:
+                    try:
+                        found = locks.enter_context(self._retention.reading(step))
+                        word = found[0]
+                    except CheckpointNotFoundError as error:
+                        # Every rank's error, not only this one's: it may mean that there is nothing to go on from.
+                        word = error.strerror, error.filename
+                said = json.loads(one.exchange("step", json.dumps(word).encode())[0])
+                if not isinstance(said, int):
+                    raise CheckpointNotFoundError(errno.ENOENT, *said)
+                found = found or locks.enter_context(self._retention.reading(said))
+                one.exchange("locks", b"")
+            yield found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import threading
@@ -184,23 +183,19 @@ def _share(path: str) -> tuple[bool, int | None]:
     """Lock a checkpoint against retention; whether it is (still) there, and the lock's descriptor if there is one."""
     for _ in range(_LOCK_TRIES):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fd, locked = _hidden.lock(path, shared=True)
         except FileNotFoundError:
             return False, None
-        except OSError:
-            return True, None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             # Just being published, or just being retired: both take a moment only.
-            os.close(fd)
             time.sleep(_LOCK_PAUSE_S)
             continue
         except OSError:
-            os.close(fd)
-            return True, None  # no locks on this file system
+            return True, None  # a link, which retention leaves alone; or not ours to open, which reading it will say
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
+            if locked and _hidden.is_at(fd, path):
                 return True, fd
         _hidden.unlock(fd)
+        if not locked:
+            return True, None  # no locks on this file system
     return os.path.isdir(path), None

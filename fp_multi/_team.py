@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -26,6 +26,16 @@ _lock = threading.Lock()
 _locks: WeakKeyDictionary[Comm, threading.Lock] = WeakKeyDictionary()
 
 
+class Prepared(NamedTuple):
+    """What a save knows of all ranks before it is planned; made by :meth:`Team.prepare`."""
+
+    topology: _topology.Topology
+    union: _union.Union | None
+    """Of the ranks' states; None if they have the same."""
+    fingerprint: int
+    """Of the state of all of them."""
+
+
 class Team:
     """The ranks of a comm; made by :func:`team_of`.
 
@@ -38,8 +48,8 @@ class Team:
         self._session = Session(comm)
         self._lock = threading.Lock()  # guards what is below: saves may be planned in several threads
         self._topologies: dict[tuple[Any, ...], _topology.Topology] = {}
-        self._unions: dict[int, _union.Union | None] = {}
-        """By what this rank has: the union with the others' states, None if they have the same."""
+        self._unions: dict[int, tuple[_union.Union | None, int]] = {}
+        """By what this rank has: the union with the others' states, None if they have the same; its fingerprint."""
         self._division: tuple[Any, Division] | None = None
         """Of the last save: the next one mostly has the same structure."""
 
@@ -57,24 +67,13 @@ class Team:
         text = f"{self._session.nonce}/{round_.number}".encode()
         return f"{zlib.crc32(text):08x}{_engine.crc32c(text):08x}"
 
-    def first_says(self, tag: str, make: Callable[[], bytes]) -> bytes:
-        """What ``make`` gives on rank 0; it is called there only, and its error is everybody's."""
-        with self.round(tag) as one:
-            one.post(b"")
-            if self.leads:
-                one.collect()
-                one.decide(make())
-            return one.outcome()
-
     def forget(self) -> None:
         """After a failure, which all ranks hear of, nobody knows what the others remember: all ask again."""
         with self._lock:
             self._topologies.clear()
             self._unions.clear()
 
-    def prepare(
-        self, described: Described, config: SaveConfig, parent: str, round_: Round
-    ) -> tuple[_topology.Topology, _union.Union | None]:
+    def prepare(self, described: Described, config: SaveConfig, parent: str, round_: Round) -> Prepared:
         """Learn what has to be known of the other ranks, where it is not known yet.
 
         The first time, and when the structure of the state changes (on all ranks at once), the ranks exchange what
@@ -87,7 +86,7 @@ class Team:
             round_: the save's.
 
         Returns:
-            Where the ranks run, and the union of their states, None if they have the same.
+            Where the ranks run, and what they have.
 
         Raises:
             UnsupportedLeafError: the ranks' tensors do not fit together.
@@ -103,17 +102,21 @@ class Team:
             places = round_.exchange(f"topology of {parent}", _topology.encode(place))
             topology = _topology.decode(places)
             self._remember(self._topologies, key, topology)
-        mine = _engine.crc32c(msgspec.msgpack.encode((fingerprint(described), _union.skeleton(described.tree))))
+        mark = fingerprint(described)
+        mine = _engine.crc32c(msgspec.msgpack.encode((mark, _union.skeleton(described.tree))))
         with self._lock:
-            known, union = mine in self._unions, self._unions.get(mine)
-        if not known:
+            known = self._unions.get(mine)
+        if known is None:
             all_of_them = round_.exchange("structure", mine.to_bytes(4, "little"))
+            union = None
             alone = any([source.sharded is not None and not source.sharded.holders for source in described.sources])
             if alone or len({*all_of_them}) > 1:
                 sketches = round_.exchange("paths", msgspec.msgpack.encode(_union.sketch(described)))
                 union = _union.unite([msgspec.msgpack.decode(data, type=_union.Sketch) for data in sketches])
-            self._remember(self._unions, mine, union)
-        return topology, union
+                mark = fingerprint(_union.in_union(described, union, self.comm.rank))
+            known = union, mark
+            self._remember(self._unions, mine, known)
+        return Prepared(topology, *known)
 
     def _remember(self, known: dict[Any, Any], key: Any, value: Any) -> None:
         with self._lock:
@@ -121,9 +124,15 @@ class Team:
             while len(known) > _REMEMBERED:  # all ranks ask for the same in the same order, and forget the same
                 del known[next(iter(known))]
 
-    def plan(self, described: Described, config: SaveConfig, parent: str, round_: Round) -> TeamPlan:
-        """Divide a state among the ranks; see :meth:`prepare`, which is done if it was not."""
-        topology, union = self.prepare(described, config, parent, round_)
+    def plan(self, described: Described, config: SaveConfig, prepared: Prepared) -> TeamPlan:
+        """Divide a state among the ranks.
+
+        Args:
+            described: this rank's state.
+            config: who shall write.
+            prepared: what :meth:`prepare` said of it.
+        """
+        topology, union, mark = prepared
         whole = described if union is None else _union.in_union(described, union, self.comm.rank)
         nbytes = sum([source.nbytes for source in whole.sources])
         choice = _writers.select(topology, config, nbytes=nbytes)
@@ -132,11 +141,10 @@ class Team:
             weights = [1.0] * self.comm.size
             for rank, weight in zip(choice.ranks, choice.weights, strict=True):
                 weights[rank] = weight
-        key = fingerprint(whole), choice
         known = self._division
-        if known is None or known[0] != key:
-            known = key, divide(whole, size=self.comm.size, writers=choice.ranks, weights=weights)
-            self._division = known
+        if known is None or known[0] != (mark, choice):
+            division = divide(whole, size=self.comm.size, writers=choice.ranks, weights=weights, mark=mark)
+            self._division = known = (mark, choice), division
         part = known[1].part(whole, self.comm.rank)
         tree = None if union is None else described.tree
         return TeamPlan(whole, part, choice.ranks, choice.reason, union, tree)

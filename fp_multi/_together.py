@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fp_multi._arguments import require
 from fp_multi._comm import Comm
+from fp_multi._types import Described
+from fp_multi.config import SaveConfig
 
 if TYPE_CHECKING:
     from fp_multi._round import Round as Round
-    from fp_multi._team import Team
+    from fp_multi._team import Prepared, Team
 
 _LOOK_FIRST_S = 0.1
 _LOOK_LAST_S = 5.0
@@ -24,12 +27,20 @@ class Together:
         team: the ranks.
         round: in which they agree on it.
         taken: whether the background has begun with it; from then on the round is not the asking thread's.
+        prepared: of a save: what the ranks know of each other's states, once they have asked.
     """
 
     def __init__(self, team: Team, round_: Round) -> None:
         self.team = team
         self.round = round_
         self.taken = False
+        self.prepared: Prepared | None = None
+
+    def prepare(self, described: Described, config: SaveConfig, parent: str) -> Prepared:
+        """See :meth:`Team.prepare`; asked once, where all ranks come in the same order."""
+        if self.prepared is None:
+            self.prepared = self.team.prepare(described, config, parent, self.round)
+        return self.prepared
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that it has failed here, unless the background does; what was agreed on is not relied on."""
@@ -86,6 +97,8 @@ def together(comm: Comm | None, tag: str) -> Iterator[Together | None]:
         comm: the job; None, or one of a single process, needs no agreement.
         tag: what it is for.
     """
+    if comm is not None:
+        require("comm", comm, Comm)
     if comm is None or comm.size == 1:
         yield None
         return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fp_multi._nodes import Cell, readable
 from fp_multi._tree_decode import build, decode_key
 from fp_multi._types import Path, Selection
-from fp_multi.errors import KeyNotFoundError
+from fp_multi.errors import ConfigError, KeyNotFoundError
 
 _CANDIDATES = 5000
 _NOTHING = object()
@@ -56,7 +56,9 @@ def _children(node: Any, *, attributes: bool = False) -> Iterable[tuple[Any, Any
     return ()
 
 
-def select(tree: Any, only: Selection) -> tuple[Any, set[int]]:
+def select(
+    tree: Any, only: Selection, *, argument: str = "only", where: str = "the checkpoint"
+) -> tuple[Any, set[int]]:
     """Cut a tree down to some of its subtrees.
 
     Args:
@@ -64,6 +66,8 @@ def select(tree: Any, only: Selection) -> tuple[Any, set[int]]:
         only: the paths wanted. A string is the path's keys and positions joined by dots, and
             selects every subtree of which that is true. A tuple is the keys and positions
             themselves.
+        argument: what the caller's caller knows ``only`` as, for messages.
+        where: what the tree is of.
 
     Returns:
         A tree with the same nesting that holds only those subtrees, and the indices of its tensors.
@@ -72,26 +76,29 @@ def select(tree: Any, only: Selection) -> tuple[Any, set[int]]:
 
     Raises:
         KeyNotFoundError: a path is not in the tree; the message shows similar ones.
+        ConfigError: ``only`` is no collection of paths.
     """
-    paths = [_normal(path) for path in ([only] if isinstance(only, str) else only)]
+    if not isinstance(only, Iterable):
+        raise ConfigError(f"{argument}= must be a list of dotted paths and tuples of keys, found {only!r}")
+    paths = [_normal(path, argument) for path in ([only] if isinstance(only, str) else only)]
     wanted = _Wanted(paths)
     pruned = wanted.prune(tree, None, wanted.root)
     for path in paths:
         if path not in wanted.found:
-            raise KeyNotFoundError(_not_found(tree, path))
+            raise KeyNotFoundError(_not_found(tree, path, argument, where))
     if pruned is _NOTHING:
         pruned = _rebuild(tree, [], [])
     return pruned, _tensors(pruned)
 
 
-def _normal(path: Any) -> str | Path:
+def _normal(path: Any, argument: str) -> str | Path:
     if isinstance(path, str):
         return path
     try:
         keys = tuple(path)
         hash(keys)
     except TypeError as error:
-        raise KeyNotFoundError(f"only= takes dotted paths and tuples of keys, found {path!r}: {error}") from error
+        raise KeyNotFoundError(f"{argument}= takes dotted paths and tuples of keys, found {path!r}: {error}") from error
     return keys
 
 
@@ -169,7 +176,7 @@ def _tensors(tree: Any) -> set[int]:
     return found
 
 
-def _not_found(tree: Any, path: str | Path) -> str:
+def _not_found(tree: Any, path: str | Path, argument: str, where: str) -> str:
     text = path if isinstance(path, str) else ".".join(map(str, path))
     known = list(dict.fromkeys(itertools.islice(_texts(tree), _CANDIDATES)))
     import difflib  # for a message only, and dear to import
@@ -180,7 +187,7 @@ def _not_found(tree: Any, path: str | Path) -> str:
     else:
         top = [readable((None, label)) for label, _ in itertools.islice(_children(tree), 5)]
         way_out = f"at the top it has {', '.join(top) or 'nothing'}"
-    return f"only= names {path!r}, which the checkpoint does not have; {way_out}"
+    return f"{argument}= names {path!r}, which {where} does not have; {way_out}"
 
 
 def _texts(tree: Any) -> Iterator[str]:

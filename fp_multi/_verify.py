@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp_multi import _assemble, _reader
+from fp_multi._arguments import require
 from fp_multi._dtypes import safetensors_code, stored_shape
 from fp_multi._format import HeaderEntry, Manifest, decode_header
 from fp_multi._hidden import translated
@@ -48,6 +49,7 @@ def verify(
         >>> fp.verify("ckpt/step_7").tensors
         1
     """
+    require("config", config, LoadConfig)
     return on_one_checkpoint(path, lambda directory, manifest: _verify(directory, manifest, config, progress))
 
 

@@ -12,6 +12,7 @@ from fp_multi import _engine, _engines, _staging
 from fp_multi._layout import chunk_nbytes_for, chunk_sizes
 from fp_multi._types import LeafSource, ShardReceipt
 from fp_multi.config import SaveConfig
+from fp_multi.errors import StorageError
 
 
 @dataclass(slots=True)
@@ -142,11 +143,14 @@ def start_write(
     return PendingWrite(path, sum(chunks), parts, job)
 
 
-def start_bytes(path: str, data: bytes, config: SaveConfig, slot: int = 0) -> PendingWrite:
-    """Start writing a small file with the same engine, checks and durability as a shard."""
-    return start_write(path, data, (), config, slot=slot)
+def write_bytes(path: str, data: bytes, config: SaveConfig) -> None:
+    """Make a small file, on the drive on return if the configuration is durable.
 
+    Not by an engine, which has no thread to spare: the shards are under way, perhaps.
 
-def write_bytes(path: str, data: bytes, config: SaveConfig, slot: int = 0) -> ShardReceipt:
-    """The same until it is complete."""
-    return start_bytes(path, data, config, slot).finish()
+    Raises:
+        StorageError: a system call failed; what is there of the file is the caller's to remove.
+    """
+    code, op = _engine.write_file(path, data, config.durable)
+    if code:
+        raise StorageError(code, op, path, 0, len(data))

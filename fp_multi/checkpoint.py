@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from fp_multi import _assemble, _broadcast, _commit, _engine, _target
+from fp_multi._arguments import require
 from fp_multi._comm import Comm
 from fp_multi._format import MAX_MANIFEST_NBYTES, Manifest, check_metadata, decode_manifest
 from fp_multi._hidden import translated
@@ -25,6 +26,7 @@ from fp_multi.config import LoadConfig, SaveConfig
 from fp_multi.errors import CheckpointNotFoundError, ConfigError, FpMultiError, ManifestError, StorageError
 
 _Result = TypeVar("_Result")
+_ReadParts: TypeAlias = Callable[[Sequence[ReadRequest]], list[_assemble.Buffer]]
 
 _REPLACED_TRIES = 20
 
@@ -62,7 +64,7 @@ def save(
 
     Raises:
         UnsupportedLeafError: a leaf cannot be stored; nothing has been written.
-        ConfigError: the metadata is not strings; nothing has been written.
+        ConfigError: the metadata is not strings, or an argument of another type; nothing has been written.
         CheckpointExistsError: the path exists.
         NoSpaceError: the file system has not the room; nothing has been written.
         StorageError: the operating system refused an operation; the path is untouched.
@@ -76,6 +78,7 @@ def save(
     """
     begin = time.perf_counter()
     with together(comm, f"save {os.fspath(path)!r}") as team:
+        require("config", config, SaveConfig)
         attached = check_metadata(metadata) or {}
         described = describe(state, allow_pickle=allow_pickle)
         saving = Saving(described, path, config, overwrite=overwrite, metadata=attached, begin_s=begin, team=team)
@@ -181,6 +184,7 @@ def read_checkpoint(
         >>> fp.read_checkpoint("ckpt/step_7", first_row)
         array([0., 1., 2.])
     """
+    require("config", config, LoadConfig)
     return on_one_checkpoint(path, lambda directory, manifest: act(CheckpointReader(directory, manifest, config)))
 
 
@@ -212,7 +216,8 @@ def load(
         tensor_builder: makes a framework's tensors; without it everything is a NumPy array.
         comm: the processes that load this together. Without ``broadcast`` each reads by itself what it needs.
         broadcast: all ranks of ``comm`` load the same: each reads a share of the bytes, and they give each other the
-            rest through the framework's collectives.
+            rest through the framework's collectives. Parts of tensors may be others on every rank; where they lie
+            between each other's (columns of what was written by rows), the ranks of a host read each byte once.
 
     Returns:
         The state. Each array owns its memory.
@@ -225,6 +230,7 @@ def load(
         TargetMismatchError: the target does not fit.
         KeyNotFoundError: ``only`` names what is not there.
         PickleRefusedError: a leaf is pickled and ``allow_pickle`` was not given.
+        ConfigError: arguments contradict each other, or are of another type.
         CommError: with ``broadcast``: another rank failed, or the ranks want different things.
 
     Example:
@@ -234,11 +240,21 @@ def load(
     """
     if broadcast and comm is None:
         raise ConfigError("broadcast=True needs comm=: with whom to share the reading")
+    if inplace and target is None:
+        raise ConfigError("inplace=True needs target=: whose memory to fill")
     with together(comm if broadcast else None, f"load {os.fspath(path)!r}") as team:
+        require("config", config, LoadConfig)
         read = None if team is None else partial(_broadcast.fetch_shared, team=team)
 
         def one(directory: str, manifest: Manifest) -> Any:
-            return _load(directory, manifest, target, only, inplace, config, allow_pickle, tensor_builder, read)
+            reader = CheckpointReader(directory, manifest, config)
+            parts: _ReadParts = reader.read
+            if team is not None:
+                # Imported when there are several ranks: single processes need none of it.
+                from fp_multi import _exchange
+
+                parts = partial(_exchange.read_parts, reader, team=team)
+            return _load(directory, manifest, target, only, inplace, config, allow_pickle, tensor_builder, read, parts)
 
         if team is not None:
             return one(*open_checkpoint(path))  # another try would be out of step with the other ranks'
@@ -255,6 +271,7 @@ def _load(
     allow_pickle: bool,
     tensor_builder: TensorBuilder | None,
     read: _assemble.Reading | None,
+    read_parts: _ReadParts,
 ) -> Any:
     tree = manifest.tree
     wanted = list(range(len(manifest.tensors)))
@@ -263,6 +280,7 @@ def _load(
         wanted = sorted(indices)
     _assemble.refuse_pickle(manifest, wanted, allow_pickle=allow_pickle)
     if target is None:
+        read_parts([])
         values = _assemble.load_values(directory, manifest, wanted, config, tensor_builder, read=read)
         return decode(tree, [values.get(i) for i in range(len(manifest.tensors))])
 
@@ -272,6 +290,8 @@ def _load(
         addresses = ((i, _target.memory(found)) for i, found in places.items())
         into = {i: address for i, address in addresses if address is not None}
     plain = {i for i, found in places.items() if isinstance(found[0].leaf, np.ndarray)}
+    # The parts come first: what fails in them is the round's, which ends with the whole tensors.
+    boxes = _load_boxes(manifest, parts, tensor_builder, inplace, read_parts)
     values = _assemble.load_values(
         directory, manifest, sorted(places), config, tensor_builder, into, plain, target, read
     )
@@ -279,19 +299,22 @@ def _load(
         for i, found in places.items():
             if i not in into:
                 _target.fill(found, values[i])
-    boxes = _load_boxes(CheckpointReader(directory, manifest, config), parts, tensor_builder, inplace) if parts else []
     return _target.rebuild(tree, target, values, boxes, inplace=inplace)
 
 
 def _load_boxes(
-    reader: CheckpointReader, parts: Sequence[tuple[int, _target.Place]], builder: TensorBuilder | None, inplace: bool
+    manifest: Manifest,
+    parts: Sequence[tuple[int, _target.Place]],
+    builder: TensorBuilder | None,
+    inplace: bool,
+    read: _ReadParts,
 ) -> list[Any]:
     """The values of boxes of tensors; in place, the leaves that take them."""
     requests = [ReadRequest(i, place.box, _target.room(place) if inplace else None) for i, place in parts]
     found: list[Any] = []
-    for (i, place), request, data in zip(parts, requests, reader.read(requests), strict=True):
+    for (i, place), request, data in zip(parts, requests, read(requests), strict=True):
         if request.out is None and place.box is not None:
-            box = msgspec.structs.replace(reader.manifest.tensors[i], shape=list(place.box.length), pieces=[])
+            box = msgspec.structs.replace(manifest.tensors[i], shape=list(place.box.length), pieces=[])
             value = _assemble.value(box, data, None if isinstance(place.leaf, np.ndarray) else builder)
             if inplace:
                 _target.fill([place], value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any, Literal, Self
 
 from fp_multi import _commit, _eager, _engines
 from fp_multi._advice import Advice
+from fp_multi._arguments import require, whole_number
 from fp_multi._comm import Comm
 from fp_multi._format import check_metadata
 from fp_multi._in_flight import InFlight, Progress
@@ -101,12 +101,18 @@ class Checkpointer(StepReader):
             ("keep_every", keep_every, 1),
             ("staging_bytes", staging_bytes, 0),
         ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, found {value}")
+            if value is not None:
+                whole_number(name, value, least)
         if keep_every is not None and keep is None:
             raise ConfigError("keep_every needs keep: without keep every step stays")
-        if max_in_flight not in (1, 2):
+        if whole_number("max_in_flight", max_in_flight, 1) > 2:
             raise ConfigError(f"max_in_flight must be 1 or 2, found {max_in_flight}")
+        require("config", config, SaveConfig)
+        require("load_config", load_config, LoadConfig)
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress must be a function, found {progress!r}")
+        if comm is not None:
+            require("comm", comm, Comm)
         comm = None if comm is None or comm.size == 1 else comm
         leads = comm is None or team_of(comm).leads
         path = _commit.resolve(directory)
@@ -175,7 +181,7 @@ class Checkpointer(StepReader):
                 fence, ``wait`` and ``close`` raise that instead).
         """
         self._require_open()
-        number = _step_number(step)
+        number = whole_number("step", step, 0)
         begin_s = time.perf_counter()
         team = None if self.comm is None else begin(self.comm, f"step {number} in {self.directory!r}")
         try:
@@ -226,7 +232,7 @@ class Checkpointer(StepReader):
         place = step_path(self.directory, number) if path is None else _commit.resolve(path)
         if team is not None:
             # Here, where all ranks come in the same order; in the background it is known then.
-            team.team.prepare(described, self.config, os.path.dirname(place), team.round)
+            team.prepare(described, self.config, os.path.dirname(place))
         pending, queue_s = self._in_flight.start(
             number,
             described,
@@ -378,13 +384,3 @@ class Checkpointer(StepReader):
             # The exception that ended the block matters more; the failed save is in the log.
             if kind is None:
                 raise
-
-
-def _step_number(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise ConfigError(f"step must be an integer, found {step!r}") from None
-    if number < 0:
-        raise ConfigError(f"step must be at least 0, found {number}")
-    return number

@@ -15,11 +15,13 @@ from fp_multi._assemble import value as stored_value
 from fp_multi._boxes import Cut as Cut
 from fp_multi._boxes import cut_rule as cut_rule
 from fp_multi._boxes import unit_boxes as unit_boxes
+from fp_multi._boxes import unit_offsets as unit_offsets
 from fp_multi._collector import collector_paused as collector_paused
 from fp_multi._commit import DirectoryCommit as DirectoryCommit
 from fp_multi._commit import MemberCommit as MemberCommit
 from fp_multi._commit import make_parents as make_parents
 from fp_multi._commit import require_space as require_space
+from fp_multi._commit_tree import replace_tree as replace_tree
 from fp_multi._contents import Contents as Contents
 from fp_multi._contents import lay_out_shard as lay_out_shard
 from fp_multi._contents import narrowed as narrowed
@@ -40,6 +42,7 @@ from fp_multi._hidden import translated as translated
 from fp_multi._hidden import unlock as unlock
 from fp_multi._hidden import work_name as work_name
 from fp_multi._layout import chunk_nbytes_for as chunk_nbytes_for
+from fp_multi._machine import host_of as host_of
 from fp_multi._part import Part as Part
 from fp_multi._part import PartWrite as PartWrite
 from fp_multi._part import combine as combine
@@ -83,6 +86,7 @@ __all__ = [
     "encode_manifest",
     "groups",
     "head",
+    "host_of",
     "is_checkpoint",
     "itemsize",
     "lay_out_shard",
@@ -93,6 +97,7 @@ __all__ = [
     "refuse_pickle",
     "release_memory",
     "remove_tree",
+    "replace_tree",
     "require_space",
     "resolve",
     "shard_name",
@@ -100,6 +105,7 @@ __all__ = [
     "stored_value",
     "translated",
     "unit_boxes",
+    "unit_offsets",
     "unlock",
     "work_name",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -66,6 +67,22 @@ def assert_same(found: Any, expected: Any) -> None:
 def hidden_names(directory: Path) -> list[str]:
     """What interrupted saves left in a directory."""
     return [name for name in os.listdir(directory) if ".fp_multi-" in name]
+
+
+def sealed(value: Any) -> bytes:
+    """A manifest of any object (or its bytes), with a trailer that is right."""
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    body = body.removesuffix(b"}")
+    return body + b',"manifest_crc32c":"%08x"}\n' % _engine.crc32c(body)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Damage one byte of a file; a negative offset counts from its end."""
+    with open(path, "r+b") as file:
+        at = file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
 
 
 def open_files() -> set[str]:

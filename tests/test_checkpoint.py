@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from support import flip
 
 import fp_multi as fp
 from fp_multi import errors
@@ -284,14 +285,6 @@ def test_inplace_into_awkward_memory(tmp_path: Path) -> None:
     frozen.flags.writeable = False
     with pytest.raises(errors.TargetMismatchError, match="read-only"):
         fp.load(tmp_path / "c", target={"a": frozen, "b": big.astype("<f8"), "z": np.zeros((0, 3))}, inplace=True)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support import flip
 
 import fp_multi as fp
 
@@ -64,14 +65,6 @@ def command(*args: object, cwd: Path | None = None, **environ: str) -> subproces
         cwd=cwd,
         env=os.environ | environ,
     )
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 # inspect

@@ -70,7 +70,7 @@ MODES = ["{}", "{'io_uring': 'off'}", "{'direct': 'off'}"]
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_at_every_call(tmp_path, mode):
     seen = eval(check_child(SWEEP, tmp_path, mode, timeout_s=300).strip().splitlines()[-1])
-    assert seen["old"] > 40
+    assert seen["old"] > 30
     assert seen["new"] >= 1, "the flush of the parent directory comes behind the rename"
 
 

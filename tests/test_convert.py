@@ -22,18 +22,9 @@ from fp_multi._streamed import StreamedTensor
 pytest.importorskip("typer", reason="needs the extra cli: pip install 'fp_multi[cli]'")
 pytest.importorskip("rich", reason="needs the extra cli: pip install 'fp_multi[cli]'")
 
-from typer.testing import CliRunner
+from conversions import CORRUPT, OK, OTHER, QUICK, convert
 
-from fp_multi._cli_app import app
 from fp_multi._cli_formats import DCP, ORBAX, OURS, recognize
-
-OK, CORRUPT, OTHER = 0, 1, 2
-QUICK = fp.SaveConfig(durable=False)
-
-
-def convert(*args: object) -> Any:
-    return CliRunner().invoke(app, ["convert", *map(str, args)], env={"COLUMNS": "200"})
-
 
 # streamed tensors
 
@@ -173,21 +164,26 @@ def test_a_tree_appears_as_a_whole(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["tree"]
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_a_tree_is_replaced_only_if_it_may_be(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[True, False], ids=["exchange", "two steps"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A file system with renameat2's flags, and one without."""
+    real = _engine.rename
+
+    def no_flags(source: str, target: str, mode: int = 0) -> int:
+        return errno.EINVAL if mode else real(source, target)
+
+    if not request.param:
+        monkeypatch.setattr(_engine, "rename", no_flags)
+    return bool(request.param)
+
+
+def test_a_tree_is_replaced_only_if_it_may_be(tmp_path: Path, exchange: bool) -> None:
     target = tmp_path / "tree"
     fill(str(target), "old")
     with pytest.raises(fp.errors.CheckpointExistsError, match="nothing is replaced"):
         TreeCommit(target, QUICK, replaceable=None, nbytes=0).__enter__()
     with pytest.raises(fp.errors.CheckpointExistsError, match="nothing is replaced"):
         TreeCommit(target, QUICK, replaceable=lambda path: False, nbytes=0).__enter__()
-    real = _engine.rename
-
-    def no_flags(source: str, target: str, mode: int = 0) -> int:
-        return errno.EINVAL if mode else real(source, target)
-
-    if not exchange:
-        monkeypatch.setattr(_engine, "rename", no_flags)
     with TreeCommit(target, fp.SaveConfig(), replaceable=lambda path: True, nbytes=0) as work:
         fill(work.path, "new")
         work.publish()
@@ -204,7 +200,7 @@ def test_an_empty_directory_is_no_obstacle(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["tree"]
 
 
-def test_a_flush_that_fails_puts_back_what_was_there(tmp_path: Path) -> None:
+def test_a_flush_that_fails_puts_back_what_was_there(tmp_path: Path, exchange: bool) -> None:
     target = tmp_path / "tree"
     for old in (None, "old"):
         if old:
@@ -216,6 +212,29 @@ def test_a_flush_that_fails_puts_back_what_was_there(tmp_path: Path) -> None:
                 work.publish()
         assert os.listdir(tmp_path) == ([] if old is None else ["tree"])
     assert (target / "inner" / "file").read_text() == "old"
+
+
+def test_a_tree_whose_swap_is_interrupted_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an exchange there is a moment with nothing under the name; the next save puts the old one back."""
+    fill(str(tmp_path / "tree"), "old")
+    real = _engine.rename
+
+    def stopped(source: str, target: str, mode: int = 0) -> int:
+        if mode:
+            return errno.EINVAL
+        return real(source, target) if "-old-" in target else errno.EIO  # nor is there a way back, as after a kill
+
+    monkeypatch.setattr(_engine, "rename", stopped)
+    with TreeCommit(tmp_path / "tree", QUICK, replaceable=lambda path: True, nbytes=0) as work:
+        fill(work.path, "new")
+        with pytest.raises(fp.errors.StorageError):
+            work.publish()
+    monkeypatch.undo()
+    assert not (tmp_path / "tree").exists()
+    with pytest.raises(fp.errors.CheckpointExistsError):
+        TreeCommit(tmp_path / "tree", QUICK, replaceable=None, nbytes=0).__enter__()
+    assert (tmp_path / "tree" / "inner" / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["tree"]
 
 
 def test_a_tree_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import crc_reference
 import numpy as np
 import pytest
-from support import SMALL_BLOCK, Bytes, random_bytes
+from support import SMALL_BLOCK, Bytes, counted, injected, random_bytes
 
 import fp_multi as fp
 from fp_multi import _engine, _reader, _staging, _writer
@@ -349,6 +351,54 @@ def test_the_page_cache_is_used_where_the_file_is_in_it(tmp_path):
     assert memory.tobytes() == data.tobytes()
     assert not job.stats["direct"]
     assert any("page cache" in reason or "direct" in reason for reason in job.stats["reasons"])
+
+
+@pytest.mark.parametrize(("wanted", "shared"), [(0.25, True), (0.9, False)])
+def test_columns_leave_the_rows_in_the_page_cache(engine, tmp_path, wanted, shared):
+    if not fp.capabilities(tmp_path)["direct"]:
+        pytest.skip(f"no O_DIRECT in {tmp_path}")
+    data = random_bytes(10 << 20)
+    with open(tmp_path / "f", "wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    row = 64 << 10
+    begins = np.arange(0, data.nbytes, row)
+    width = int(wanted * row)
+    memory = np.zeros((len(begins), width), np.uint8)
+    places = memory.__array_interface__["data"][0] + width * np.arange(len(begins))
+    segments = np.column_stack([begins, np.full(len(begins), width), places])
+    ops = plan_reads(segments, np.empty((0, 2), np.int64), BLOCK, data.nbytes)
+    mode = {"block_bytes": BLOCK, "queue_depth": 3, "copy_threads": 1, "direct": "auto", "dontcache": "auto"}
+    nothing = np.empty((0, 2), np.uint64)
+    job = engine.submit_read(
+        str(tmp_path / "f"), ops.astype(np.uint64), segments.astype(np.uint64), nothing, io_uring="auto", **mode
+    )
+    job.wait()
+    assert job.error is None
+    assert memory.tobytes() == data.reshape(-1, row)[:, :width].tobytes()
+    assert job.stats["direct"] != shared
+    assert any("not wanted here" in reason for reason in job.stats["reasons"]) == shared
+
+
+@pytest.mark.parametrize("io_uring", ["auto", "off"])
+@pytest.mark.parametrize("nbytes", [1, BLOCK, 5 * BLOCK + 7])
+def test_the_drive_begins_while_the_page_cache_is_filled(tmp_path, io_uring, nbytes):
+    data = random_bytes(nbytes)
+    mode = {"block_bytes": BLOCK, "queue_depth": 3, "copy_threads": 1, "io_uring": io_uring, "direct": "off"}
+    engine = _engine.Engine()
+    requests = -(-nbytes // BLOCK)
+    for dontcache in ("off", "auto"):
+        with counted() as counts:
+            job = write(engine, tmp_path / dontcache, [data], {**mode, "dontcache": dontcache}, durable=True)
+        check_file(tmp_path / dontcache, job, data.tobytes())
+        # With RWF_DONTCACHE the kernel does it.
+        by_kernel = dontcache == "auto" and not job.stats["reasons"]
+        assert counts["sync_file_range"] == (0 if by_kernel else requests)
+    with injected("sync_file_range", at=1, times=100, error=errno.EIO):  # fdatasync is what counts
+        job = write(engine, tmp_path / "faulty", [data], {**mode, "dontcache": "off"}, durable=True)
+    check_file(tmp_path / "faulty", job, data.tobytes())
+    engine.close()
 
 
 def test_memory_for_loaded_tensors():

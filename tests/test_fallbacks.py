@@ -146,6 +146,21 @@ def test_other_file_systems(mount, kind):
 
 
 @needs_root
+def test_btrfs_is_direct_where_its_files_have_no_checksums(mount):
+    directory = mount.on_loop(128, kind="btrfs")
+    nocow = directory / "nocow"
+    nocow.mkdir()
+    run("chattr", "+C", nocow)
+    report = check_auto(nocow)
+    assert report.direct
+    assert report.reasons == ()
+    check_auto(nocow, direct="on")
+    report = check_auto(directory)
+    assert not report.direct
+    assert "direct: the file system buffers direct writes" in report.reasons
+
+
+@needs_root
 def test_no_room_is_said_before_anything_is_written(mount):
     directory = mount.on_loop(16)
     fp.save({"old": np.arange(10)}, directory / "ckpt", config=config())

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from support import sealed
 
 from fp_multi._engine import crc32c
 from fp_multi._format import (
@@ -24,8 +25,8 @@ from fp_multi._format import (
     Tensor,
     Totals,
     decode_header,
-    decode_header_metadata,
     decode_manifest,
+    decode_whole_header,
     encode_header,
     encode_manifest,
     header_nbytes,
@@ -111,19 +112,13 @@ def test_members_that_hold_their_default_may_be_written_out():
     value["tensors"][1]["attrs"] = {}
     value["tensors"][1]["pieces"][0] |= {"shard": 0, "box": None}
     value["shards"][0]["rank"] = 0
-    assert decode_manifest(sealed(json.dumps(value).encode()), crc32c, source="m") == small_manifest()
-
-
-def sealed(body: bytes) -> bytes:
-    """A manifest of any JSON object, with a trailer that is right."""
-    body = body.rstrip()[:-1]
-    return body + b',"manifest_crc32c":"%08x"}\n' % crc32c(body)
+    assert decode_manifest(sealed(value), crc32c, source="m") == small_manifest()
 
 
 def test_a_newer_version_is_named_before_anything_else():
     value = {"format": "fp_multi", "version": 2, "shards": 7, "new": [[{}]]}
     with pytest.raises(FormatVersionError, match=r"dir/manifest\.json: .*version 2.*knows version 1; upgrade"):
-        decode_manifest(sealed(json.dumps(value).encode()), crc32c, source="dir/manifest.json")
+        decode_manifest(sealed(value), crc32c, source="dir/manifest.json")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 12289])
@@ -262,12 +257,12 @@ def test_golden_header():
     )
     assert head == (4088).to_bytes(8, "little") + text.ljust(4088).encode()
     assert header_nbytes(head, 4096 + 4129, "f") == 4096
-    assert decode_header(head, 4096 + 4129, "f") == {
+    entries, metadata = decode_whole_header(head, 4096 + 4129, "f")
+    assert entries == {
         "big": HeaderEntry("F32", (1024,), 0, 4096),
         '~["a"]': HeaderEntry("U8", (2, 16), 4096, 4128),
         "s": HeaderEntry("BOOL", (), 4128, 4129),
     }
-    metadata = decode_header_metadata(head, 4096 + 4129, "f")
     assert list(metadata) == ["format", "fp_multi", "DCP_SHARDING_INFO"]
     assert json.loads(metadata["DCP_SHARDING_INFO"])["s"] == {"saved_offsets": []}
 
@@ -278,7 +273,8 @@ def test_plain_headers():
     head = encode_header([entry], {}, 8, sharding_info=False)
     assert b'"__metadata__":{}' in head
     assert len(head) % 8 == 0
-    assert decode_header_metadata(encode_header([entry], None, 8, False), 100, "f") == {}
+    head = encode_header([entry], None, 8, sharding_info=False)
+    assert decode_whole_header(head, len(head) + 1, "f") == ({"a": HeaderEntry("U8", (1,), 0, 1)}, {})
 
 
 @pytest.mark.parametrize("sharding_info", [True, False])

@@ -27,10 +27,21 @@ LEVELS = (
     # nothing of ours
     {"errors", "_engine", "_collector", "_version"},
     # the vocabulary
-    {"_policy"},
+    {"_policy", "_arguments"},
     {"config", "_types", "_hidden", "_advice", "_crew", "_kernel", "_rate_cache"},
     # pure facts: dtypes, nodes, the manifest's members, layout; and what adapters registered
-    {"_dtypes", "_nodes", "_manifest", "_layout", "_registry", "_engines", "_comm", "_block", "_machine"},
+    {
+        "_dtypes",
+        "_nodes",
+        "_manifest",
+        "_layout",
+        "_registry",
+        "_engines",
+        "_comm",
+        "_block",
+        "_machine",
+        "_host_memory",
+    },
     # boxes and who writes them; messages between ranks
     {"_boxes", "_tiling", "_messages", "_drive"},
     {"_partition", "_round", "_topology"},
@@ -52,7 +63,7 @@ LEVELS = (
     {"_probe"},
     {"_team"},
     {"_together"},
-    {"_eager", "_broadcast"},
+    {"_eager", "_broadcast", "_exchange"},
     {"_save"},
     {"_pending", "_steps"},
     {"_stats", "_trace"},

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from multiprocess import die, run_torch
+from ranks import config, make_comm
 from support import assert_same, hidden_names
 
 import fp_multi as fp
 from fp_multi import errors
 
 MIB = 1 << 20
-
-
-def make_comm(timeout_s: float = 60.0) -> Any:
-    from fp_multi.adapters.torch.comm import TorchComm
-
-    return TorchComm(timeout_s=timeout_s)
 
 
 def odd_state(seed: int = 0) -> dict[str, Any]:
@@ -41,10 +36,6 @@ def odd_state(seed: int = 0) -> dict[str, Any]:
         "step": 3,
         ("tuple", 1): "key",
     }
-
-
-def config(**settings: Any) -> fp.SaveConfig:
-    return fp.SaveConfig(**{"writers": "all", **settings})
 
 
 def check_saves(directory: str) -> dict[str, Any]:

@@ -5,35 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from multiprocess import run_torch
+from ranks import config, make_comm, said
 from support import assert_same, hidden_names
 
 import fp_multi as fp
 from fp_multi import errors
-
-
-def make_comm(timeout_s: float = 60.0) -> Any:
-    from fp_multi.adapters.torch.comm import TorchComm
-
-    return TorchComm(timeout_s=timeout_s)
-
-
-def config(**settings: Any) -> fp.SaveConfig:
-    return fp.SaveConfig(**{"writers": "all", **settings})
-
-
-def said(act: Callable[[], Any]) -> str:
-    """What an action raises, or "fine"."""
-    try:
-        act()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
 
 
 def check_what_differs(directory: str) -> dict[str, str]:

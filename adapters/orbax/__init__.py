@@ -13,12 +13,12 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from fp_multi import TensorType, register_tensor_type
+from fp_multi.adapters._lazy import lazily
 
 from ._arrays import describe, spec
 from ._load import load as load
@@ -53,13 +53,7 @@ _HOMES = {
 # One registration covers jaxlib's class and typed keys; tracers are not covered, they have no values.
 register_tensor_type(jax.Array, TensorType(describe=describe, spec=spec))
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -14,12 +14,12 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp_multi import TensorType, register_tensor_type
+from fp_multi.adapters._lazy import lazily
 
 from ._builder import assign
 from ._capture import capture as capture
@@ -62,13 +62,7 @@ register_tensor_type(
 )
 register_extensions()
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

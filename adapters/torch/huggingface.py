@@ -11,7 +11,6 @@ Example:
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -26,7 +25,8 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import is_sagemaker_mp_enabled
 
 from fp_multi.config import LoadConfig, SaveConfig
-from fp_multi.errors import CapabilityError, ConfigError, StorageError
+from fp_multi.errors import CapabilityError, ConfigError
+from fp_multi.storage import replace_tree
 
 from ._borrow import steady_storages
 from ._paths import Overlap, PathSaver
@@ -147,9 +147,10 @@ class FastPersistMixin:
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(work, name, "trainer_state.json"))
         if self.args.should_save:
-            publish = partial(_publish, work, name, durable=self._fp_config.durable)
+            publish = partial(replace_tree, os.path.join(work, name), os.path.join(run, name), self._fp_config)
+            tidy = partial(shutil.rmtree, work, ignore_errors=True)
             rotate = partial(rotate_checkpoints, run, self.args.save_total_limit, best, use_mtime=True)
-            self._fp_saver.afterwards(lambda: (publish(), rotate()))
+            self._fp_saver.afterwards(lambda: (publish(), tidy(), rotate()))
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._fp_work is not None:
@@ -257,35 +258,3 @@ def _writing_with_fp_multi(config: SaveConfig) -> Iterator[None]:
     finally:
         for module, name, original in found:
             setattr(module, name, original)
-
-
-def _publish(work: str, name: str, *, durable: bool) -> None:
-    """Give a complete checkpoint its name."""
-    run = os.path.dirname(work)
-    source, target = os.path.join(work, name), os.path.join(run, name)
-    try:
-        if durable:
-            _flush(source)
-        if os.path.lexists(target):
-            os.rename(target, os.path.join(work, "replaced"))
-        os.rename(source, target)
-        if durable:
-            _fsync(run)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "publish", target, hint=str(error)) from error
-    shutil.rmtree(work, ignore_errors=True)
-
-
-def _flush(directory: str) -> None:
-    for parent, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            _fsync(os.path.join(parent, name))
-        _fsync(parent)
-
-
-def _fsync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

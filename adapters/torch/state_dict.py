@@ -107,7 +107,8 @@ def load(
         allow_pickle: unpickle the values that were saved with ``allow_pickle=True``. Only for files you trust.
         comm: the ranks that load this together. Without ``broadcast`` each reads by itself what it needs.
         broadcast: all ranks of ``comm`` load the same: each reads a share of the bytes from the drive, and they give
-            each other the rest over gloo. Parts of DTensors are read by each rank for itself.
+            each other the rest over gloo. Parts of DTensors are read by each rank for itself, unless they lie between
+            each other's (columns of what was written by rows): those the ranks of a host read together.
 
     Returns:
         The state.

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -326,6 +327,17 @@ NB_MODULE(_engine, m) {
   m.def("allocate", &allocate, "nbytes"_a);
   m.def("address_of", &address_of, "array"_a);
   m.def("addresses", &addresses, "arrays"_a);
+  // Counters in memory that several processes map; who sees a number sees all that was written before it was stored.
+  m.def(
+      "load_acquire",
+      [](uint64_t at) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(at)).load(std::memory_order_acquire); },
+      "address"_a);
+  m.def(
+      "store_release",
+      [](uint64_t at, uint64_t value) {
+        std::atomic_ref(*reinterpret_cast<uint64_t*>(at)).store(value, std::memory_order_release);
+      },
+      "address"_a, "value"_a);
   m.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return fp::crc32c(crc, data.c_str(), data.size()); }, "data"_a,
       "crc"_a = 0);
@@ -337,6 +349,15 @@ NB_MODULE(_engine, m) {
   m.def("crc32c_implementation", &fp::crc32c_implementation);
 
   m.def("fsync_path", [](const FsPath& path) { return -fp::sys::fsync_path(path.text); }, NoGil(), "path"_a);
+  m.def(
+      "write_file",
+      [](const FsPath& path, nb::bytes data, bool durable) {
+        const char* step = "";
+        const nb::gil_scoped_release released;
+        const int result = fp::sys::write_file(path.text, data.c_str(), data.size(), durable, step);
+        return std::pair(-result, std::string(step));
+      },
+      "path"_a, "data"_a, "durable"_a);
   m.def(
       "mkdir", [](const FsPath& path, unsigned mode) { return -fp::sys::mkdir(path.text, mode); }, NoGil(), "path"_a,
       "mode"_a = 0777);

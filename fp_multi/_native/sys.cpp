@@ -1,6 +1,8 @@
 #include "sys.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -99,6 +101,22 @@ int fsync_path(const std::string& path) {
   return synced < 0 ? synced : closed;
 }
 
+int write_file(const std::string& path, const char* data, size_t nbytes, bool durable, const char*& step) {
+  step = "open";
+  Fd fd(open(path, O_WRONLY | O_CREAT | O_EXCL));
+  if (!fd.valid()) return fd.get();
+  step = "write";
+  for (uint64_t at = 0; at < nbytes;) {
+    const int64_t n = pwrite(fd.get(), data + at, nbytes - at, at, 0);
+    if (n <= 0) return n < 0 ? static_cast<int>(n) : -EIO;
+    at += static_cast<uint64_t>(n);
+  }
+  step = "fdatasync";
+  if (const int synced = durable ? fdatasync(fd.get()) : 0; synced < 0) return synced;
+  step = "close";
+  return fd.reset();
+}
+
 int mkdir(const std::string& path, unsigned mode) {
   if (const int error = fault::hit(Point::mkdir)) return -error;
   return ::mkdir(path.c_str(), mode) == 0 ? 0 : -errno;
@@ -123,6 +141,16 @@ Dio dio_alignment(int fd, uint32_t& mem_align, uint32_t& offset_align) {
   mem_align = st.dio_mem_align;
   offset_align = st.dio_offset_align;
   return offset_align ? Dio::supported : Dio::unsupported;
+}
+
+bool no_cow(int fd) {
+  int flags = 0;  // the kernel writes an int, whatever the size in the request's number says
+  return ::ioctl(fd, FS_IOC_GETFLAGS, &flags) == 0 && (flags & FS_NOCOW_FL);
+}
+
+void start_writeback(int fd, uint64_t offset, uint64_t nbytes) {
+  if (fault::hit(Point::sync_file_range)) return;
+  ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes), SYNC_FILE_RANGE_WRITE);
 }
 
 double cached_share(int fd, uint64_t offset, uint64_t nbytes) {

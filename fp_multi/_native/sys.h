@@ -21,6 +21,8 @@ int64_t file_size(int fd);
 // Durability and naming steps of the commit, done here so that they have fault points and run
 // without the GIL.
 int fsync_path(const std::string& path);  // a file or a directory
+// Makes a file, which must not exist, of these bytes, through the page cache. `step` names the call that failed.
+int write_file(const std::string& path, const char* data, size_t nbytes, bool durable, const char*& step);
 int mkdir(const std::string& path, unsigned mode);
 int unlink(const std::string& path);
 // mode 0: plain rename; 1: fail if the target exists (RENAME_NOREPLACE); 2: swap both
@@ -30,6 +32,13 @@ int rename(const std::string& from, const std::string& to, unsigned mode);
 // Direct I/O alignment from statx(STATX_DIOALIGN).
 enum class Dio { unknown, unsupported, supported };
 Dio dio_alignment(int fd, uint32_t& mem_align, uint32_t& offset_align);
+
+// Whether the file's blocks are overwritten in place and have no checksums (btrfs: `chattr +C`, `nodatacow`).
+bool no_cow(int fd);
+
+// Sends the range's dirty pages on their way to the drive, without waiting for them. What fails is reported by
+// fdatasync().
+void start_writeback(int fd, uint64_t offset, uint64_t nbytes);
 
 // Share of the range's pages that is in the page cache, 0 to 1; negative where the kernel cannot
 // tell.

@@ -19,21 +19,15 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="needs Orbax: pip install '
 pytest.importorskip("typer", reason="needs the extra cli: pip install 'fp_multi[cli]'")
 
 import jax.numpy as jnp  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
+from conversions import CORRUPT, OK, OTHER, QUICK, convert, growth_mib  # noqa: E402
+from support import flip  # noqa: E402
 
 import fp_multi as fp  # noqa: E402
 import fp_multi.adapters.orbax as adapter  # noqa: E402
-from fp_multi._cli_app import app  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:orbax", "ignore::DeprecationWarning")
 
-OK, CORRUPT, OTHER = 0, 1, 2
-QUICK = fp.SaveConfig(durable=False)
 Pair = namedtuple("Pair", ("left", "right"))
-
-
-def convert(*args: object) -> Any:
-    return CliRunner().invoke(app, ["convert", *map(str, args)], env={"COLUMNS": "200"})
 
 
 def save(state: Any, path: Path, **options: Any) -> None:
@@ -432,10 +426,8 @@ def test_failing_and_overwriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     piece = fp.read_manifest(tmp_path / "ours").tensors[0].pieces[0]
     shard = tmp_path / "ours" / "shard-00000-of-00001.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[piece.offset] ^= 1
     good = shard.read_bytes()
-    shard.write_bytes(content)
+    flip(shard, piece.offset)
     done = convert(tmp_path / "ours", tmp_path / "new", "--to", "orbax")
     assert done.exit_code == CORRUPT
     assert "chunk 0" in done.stderr
@@ -445,24 +437,6 @@ def test_failing_and_overwriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert convert(tmp_path / "ours", tmp_path / "orbax", "--to", "orbax", "--overwrite").exit_code == OK
     same(restore(tmp_path / "orbax"), {"w": np.ones(30_000), "v": np.zeros(3)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["orbax", "ours"]
-
-
-_MEASURE = """
-import sys
-from pathlib import Path
-from fp_multi._cli_convert import convert
-small = Path(sys.argv[3])
-convert(small, small.with_name("warm"), overwrite=False)  # what imports and engines take is not counted
-if sys.argv[4] == "orbax":
-    convert(small.with_name("warm"), small.with_name("warm_orbax"), overwrite=False, to="orbax")
-def peak_kib():
-    # Not getrusage: its peak is that of the process that started this one, if that was larger.
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-before = peak_kib()
-convert(Path(sys.argv[1]), Path(sys.argv[2]), overwrite=False, to=sys.argv[4])
-print("grown", (peak_kib() - before) // 1024)
-"""
 
 
 @pytest.mark.slow
@@ -476,12 +450,4 @@ def test_peak_memory_is_bounded(tmp_path: Path, to: str, bound_mib: int) -> None
         save(state, tmp_path / "source")
     else:
         fp.save(state, tmp_path / "source", config=QUICK)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, tmp_path / "source", tmp_path / "target", tmp_path / "small", to],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    grown_mib = int(done.stdout.split()[-1])
-    assert grown_mib < bound_mib
+    assert growth_mib(tmp_path / "source", tmp_path / "target", tmp_path / "small", to) < bound_mib

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import Gate
-from support import injected
+from support import flip, injected
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -300,10 +301,13 @@ def test_deleting_the_step_that_is_being_saved(tmp_path: Path, gate: Gate) -> No
         manager.save(0, args=FastPersistSave(state_of(0)))
         manager.wait_until_finished()
         manager.save(1, args=FastPersistSave({"gate": gate, "array": jnp.arange(COUNT)}))
+        while not list(tmp_path.glob("1.*/*/*.safetensors")):
+            time.sleep(0.01)  # Orbax makes its directories in the background
         deleting = threading.Thread(target=manager.delete, args=(1,))
         deleting.start()
-        gate.open()
         deleting.join(30)
+        assert not deleting.is_alive()
+        gate.open()
         with pytest.raises(Exception, match=r"does not exist|No such file|not found|missing"):
             manager.wait_until_finished()
         assert manager.save(2, args=FastPersistSave(state_of(2)))
@@ -368,9 +372,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         manager.save(0, args=FastPersistSave(state_of()))
         manager.wait_until_finished()
         (shard,) = (tmp_path / "0" / "default").glob("*.safetensors")
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
+        flip(shard, -1)
         with pytest.raises(ChecksumError):
             manager.restore(0)
         manager.item_metadata(0)

@@ -13,7 +13,7 @@ import pytest
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402
-from support import injected  # noqa: E402
+from support import flip, injected  # noqa: E402
 
 import fp_multi as fp  # noqa: E402
 from fp_multi.adapters.orbax import (  # noqa: E402
@@ -159,9 +159,7 @@ def test_the_older_interface_opens_its_checkpoints(tmp_path: Path, context: Any)
 def test_damage_is_found(tmp_path: Path) -> None:
     v1.save(tmp_path / "ckpt", make_state())
     (shard,) = (tmp_path / "ckpt" / "state").glob("*.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard, -1)
     with pytest.raises(ChecksumError):
         v1.load(tmp_path / "ckpt")
 

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from gates import Gate
 
 torch = pytest.importorskip("torch")
 
 import fp_multi as fp  # noqa: E402
 import fp_multi.adapters.torch as adapter  # noqa: E402
+from fp_multi.adapters.torch import _paths  # noqa: E402
 
 RoundTrip: TypeAlias = Callable[..., Any]
 Compare: TypeAlias = Callable[[Any, Any], None]
@@ -69,3 +71,26 @@ def round_trip(tmp_path: Path) -> RoundTrip:
         return adapter.load(tmp_path / "checkpoint", **how)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models that are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """What is saved to a trainer's path with it cannot be read before it opens."""
+    changing = _paths._PathCheckpointer.changing
+    monkeypatch.setattr(
+        _paths._PathCheckpointer,
+        "changing",
+        lambda self, sources: [i for i in changing(self, sources) if not isinstance(sources[i].keepalive, Gate)],
+    )
+    gate = Gate()
+    yield gate
+    gate.open()

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("typer", reason="needs the extra cli: pip install 'fp_multi[cli]'")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from conversions import CORRUPT, OK, OTHER, QUICK, convert, growth_mib  # noqa: E402
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner  # noqa: E402
 from torch.distributed.checkpoint.metadata import (  # noqa: E402
     ChunkStorageMetadata,
@@ -26,18 +27,9 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
 
 import fp_multi as fp  # noqa: E402
 import fp_multi.adapters.torch as adapter  # noqa: E402
-from fp_multi._cli_app import app  # noqa: E402
-
-OK, CORRUPT, OTHER = 0, 1, 2
-QUICK = fp.SaveConfig(durable=False)
-
-
-def convert(*args: object) -> Any:
-    return CliRunner().invoke(app, ["convert", *map(str, args)], env={"COLUMNS": "200"})
 
 
 def dcp_save(state: Any, path: Path) -> None:
@@ -560,24 +552,6 @@ def test_named_tuples_are_plain_in_a_pt_file(tmp_path: Path, same: Any) -> None:
 
 # memory
 
-_MEASURE = """
-import sys
-from pathlib import Path
-import torch.distributed.checkpoint, fp_multi.adapters.torch.convert, fp_multi as fp
-from fp_multi._cli_convert import convert
-small = Path(sys.argv[3])
-convert(small, small.with_name("warm"), overwrite=False)  # what imports and engines take is not counted
-if sys.argv[4] == "dcp":
-    convert(small.with_name("warm"), small.with_name("warm_dcp"), overwrite=False, to="dcp")
-def peak_kib():
-    # Not getrusage: its peak is that of the process that started this one, if that was larger.
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-before = peak_kib()
-convert(Path(sys.argv[1]), Path(sys.argv[2]), overwrite=False, to=sys.argv[4])
-print("grown", (peak_kib() - before) // 1024)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -594,12 +568,5 @@ def test_peak_memory_is_bounded(tmp_path: Path, source: str, to: str, bound_mib:
         torch.save(state, paths["pt"])
     else:
         adapter.save(state, paths["ours"], config=QUICK)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, paths[source], tmp_path / "target", small, to],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    grown_mib = int(done.stdout.split()[-1])
-    assert grown_mib < bound_mib
+    imports = ("torch.distributed.checkpoint", "fp_multi.adapters.torch.convert")
+    assert growth_mib(paths[source], tmp_path / "target", small, to, *imports) < bound_mib

@@ -6,13 +6,13 @@ import errno
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gates import Gate
+from trainers import QUICK, TRAINER_MARKS, names
 
 import fp_multi as fp
 from fp_multi import _engine
@@ -24,17 +24,12 @@ accelerate: Any = pytest.importorskip("accelerate", reason="accelerate is not in
 from safetensors import safe_open  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
-from fp_multi.adapters.torch import _paths, huggingface, load  # noqa: E402
+from fp_multi.adapters.torch import load  # noqa: E402
 from fp_multi.adapters.torch.huggingface import FastPersistMixin, register_accelerate_hooks  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = TRAINER_MARKS
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "huggingface_train.py"
-QUICK = fp.SaveConfig(durable=False, block_bytes=64 << 10, queue_depth=2)
 
 
 class MyTrainer(FastPersistMixin, transformers.Trainer):  # type: ignore[misc]
@@ -73,10 +68,6 @@ def trainer(directory: Path, kind: Any = MyTrainer, *, steps: int = 4, callbacks
     )
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.iterdir())
-
-
 def tensors_in(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata()
@@ -91,15 +82,6 @@ def state_of(trained: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The models are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of the stock trainer, and the state at its end."""
@@ -107,20 +89,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     trained = trainer(directory, transformers.Trainer)
     trained.train()
     return directory, state_of(trained)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """What is saved with it cannot be read before it opens."""
-    changing = _paths._PathCheckpointer.changing
-    monkeypatch.setattr(
-        _paths._PathCheckpointer,
-        "changing",
-        lambda self, sources: [i for i in changing(self, sources) if not isinstance(sources[i].keepalive, Gate)],
-    )
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 # What is written, and what a run goes on with
@@ -287,16 +255,25 @@ def test_a_failed_save_leaves_no_checkpoint(tmp_path: Path, overlap: Any) -> Non
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_checkpoint_that_cannot_be_published_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> None:
-        raise OSError(errno.EIO, "refused", path)
+@pytest.mark.parametrize("fails", ["a file", "the directory"])
+def test_a_checkpoint_that_cannot_be_published_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    (tmp_path / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "checkpoint-2" / "left").write_text("as it was")
+    fsync_path = _engine.fsync_path
 
-    monkeypatch.setattr(huggingface, "_fsync", refuse)
+    def refuse(path: str) -> int:
+        is_it = path == str(tmp_path) if fails == "the directory" else path.endswith("trainer_state.json")
+        return errno.EIO if is_it else fsync_path(path)
+
+    monkeypatch.setattr(_engine, "fsync_path", refuse)
     trained = trainer(tmp_path, overlap="hybrid", steps=2)
     trained._fp_config = fp.SaveConfig()
-    with pytest.raises(StorageError, match="publish"):
+    with pytest.raises(StorageError, match="fsync: Input/output error"):
         trained.train()
-    assert names(tmp_path) == [".fp_multi-checkpoint"]
+    assert names(tmp_path) == [".fp_multi-checkpoint", "checkpoint-2"]
+    assert (tmp_path / "checkpoint-2" / "left").read_text() == "as it was"
 
 
 def test_what_cannot_be_stored_is_refused_or_pickled(tmp_path: Path) -> None:

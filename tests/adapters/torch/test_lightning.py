@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from gates import Gate
 from torch import Tensor, nn
+from trainers import QUICK, TRAINER_MARKS, names
 
 import fp_multi as fp
 from fp_multi import _engine
@@ -23,19 +24,13 @@ pl: Any = pytest.importorskip("lightning.pytorch", reason="lightning is not inst
 
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 
-from fp_multi.adapters.torch import _paths, load  # noqa: E402
+from fp_multi.adapters.torch import load  # noqa: E402
 from fp_multi.adapters.torch.lightning import FastPersistCheckpointIO  # noqa: E402
 
-# Lightning's advice about workers, loggers and the like, and its own use of what torch has deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = TRAINER_MARKS
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "lightning_train.py"
 MODES = ("hybrid", "borrow", "snapshot")
-QUICK = fp.SaveConfig(durable=False, block_bytes=64 << 10, queue_depth=2)
 Same = Callable[..., None]
 
 
@@ -98,39 +93,12 @@ def fit(
     return trainer
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir())
-
-
 def state_of(trainer: Any) -> dict[str, Any]:
     return {
         "module": trainer.lightning_module.state_dict(),
         "optimizers": [one.state_dict() for one in trainer.optimizers],
         "global_step": trainer.global_step,
     }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The models are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """What is saved with it cannot be read before it opens."""
-    changing = _paths._PathCheckpointer.changing
-    monkeypatch.setattr(
-        _paths._PathCheckpointer,
-        "changing",
-        lambda self, sources: [i for i in changing(self, sources) if not isinstance(sources[i].keepalive, Gate)],
-    )
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 # What is saved

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gates import Gate
+from trainers import QUICK, names
 
-import fp_multi as fp
 from fp_multi import _engine
-from fp_multi.adapters.torch import Checkpointer, _paths, load
+from fp_multi.adapters.torch import Checkpointer, load
 from fp_multi.adapters.torch._borrow import steady_storages
 from fp_multi.adapters.torch._paths import PathSaver
 from fp_multi.errors import CheckpointExistsError, ConfigError, StorageError
 
 MODES = ("hybrid", "borrow", "snapshot")
-QUICK = fp.SaveConfig(durable=False, block_bytes=64 << 10, queue_depth=2)
 Same = Callable[..., None]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """What is saved with it cannot be read before it opens."""
-    changing = _paths._PathCheckpointer.changing
-    monkeypatch.setattr(
-        _paths._PathCheckpointer,
-        "changing",
-        lambda self, sources: [i for i in changing(self, sources) if not isinstance(sources[i].keepalive, Gate)],
-    )
-    gate = Gate()
-    yield gate
-    gate.open()
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir())
 
 
 def saver(overlap: Any = "hybrid", optimizer: Any = None, **options: Any) -> PathSaver:
