@@ -44,7 +44,7 @@ SMALL = ("--size-mib", "128", "--rounds", "3")
 TINY = ("--size-mib", "64", "--rounds", "2")
 ROUNDS = ("--rounds", "3")
 BENCHMARKS = (
-    Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "1024", *ROUNDS)),
+    Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "1024", "--rounds", "2")),
     Benchmark("save", "save_throughput.py", "Save until durable", ROUNDS, quick=SMALL),
     Benchmark("load", "load_throughput.py", "Load from a cold cache", ROUNDS, quick=SMALL),
     Benchmark(
@@ -57,7 +57,7 @@ BENCHMARKS = (
         "stall",
         "stall_time.py",
         "Training with a checkpoint at every step",
-        ("--steps", "8", "--rounds", "2"),
+        ("--width", "1856", "--forward-backward-s", "0.75", "--steps", "12", "--rounds", "2"),
         quick=(
             *("--width", "512", "--layers", "4", "--forward-backward-s", "0.1"),
             *("--steps", "6", "--rounds", "2", "--call-size-mib", "64"),

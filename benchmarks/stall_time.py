@@ -106,9 +106,11 @@ def measure(args: Any, scenario: Scenario, scratch: Path) -> dict[str, Samples]:
             directory.mkdir()
             gc.collect()
             with scenario.beside():
-                run(contender, trainer, directory, scenario.steps, scenario.every, samples[contender.name])
+                # The first round warms up processes, staging memory, imports: a few steps are enough for that.
+                steps = scenario.steps if number else WARM_UP_STEPS + scenario.every
+                run(contender, trainer, directory, steps, scenario.every, samples[contender.name])
             harness.remove(directory)
-        if number == 0:  # warms up: processes, staging memory, imports
+        if number == 0:
             samples = {name: Samples() for name in samples}
         harness.progress(number, scenario.rounds)
     return samples

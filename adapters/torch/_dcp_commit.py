@@ -27,6 +27,8 @@ from fp_multi.storage import (
     unlock,
 )
 
+from ._dcp_keep import keep_others, others_in
+
 _busy: dict[str, CoordinatorCommit | RankCommit] = {}
 """By directory: who works in it in this process. One that its thread has left may be replaced."""
 _seen: dict[str, None] = {}
@@ -103,13 +105,29 @@ class CoordinatorCommit(_Owned, DirectoryCommit):
             if early is not None:
                 unlock(early)
 
-    def publish(self, manifest: bytes, slot: int = 0) -> Any:
-        """See :meth:`DirectoryCommit.publish`."""
+    def _check_target(self) -> None:
+        check_target(self.target, overwrite=self.overwrite)
+
+    def _swap(self) -> str | None:
+        if os.path.isdir(self.target) and keep_others(self.target, self.directory):
+            self._fsync(self.directory)
+        old: str | None = super()._swap()
+        if old is not None:
+            try:
+                if keep_others(old, self.target):  # what came meanwhile
+                    self._fsync(self.target)
+            except BaseException:
+                self._undo(old)
+                raise
+        return old
+
+    def write_manifest(self, manifest: bytes) -> None:
+        """See :meth:`DirectoryCommit.write_manifest`."""
         if not self.is_ours():
             raise StorageError(
                 errno.ENOENT, "publish", self.directory, hint="a rank that failed, or another save, has removed it"
             )
-        return super().publish(manifest, slot)
+        super().write_manifest(manifest)
 
 
 class RankCommit(_Owned, MemberCommit):
@@ -172,17 +190,14 @@ def check_target(target: str, *, overwrite: bool) -> None:
     """Refuse a place where nothing may be put, before any plan is made.
 
     Raises:
-        CheckpointExistsError: something is there.
+        CheckpointExistsError: something is there that may not be replaced, or could not stay.
+        StorageError: it cannot be read.
     """
-    if not os.path.lexists(target) or (overwrite and is_checkpoint(target)):
+    if not os.path.lexists(target):
         return
-    if is_checkpoint(target):
+    if is_checkpoint(target) and not overwrite:
         raise CheckpointExistsError(
             errno.EEXIST, "Checkpoint already exists and overwrite=False; choose another path", target
         )
     with translated("prepare", target):
-        if os.path.isdir(target) and not os.listdir(target):
-            return
-    raise CheckpointExistsError(
-        errno.EEXIST, "exists and is no checkpoint of fp_multi, so nothing there is replaced; remove it first", target
-    )
+        others_in(target)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
 from ._borrow import steady_storages
@@ -58,6 +62,41 @@ def copied(state: Any, steady: set[int], *, only: set[int] | None = None, shared
         copier.close()  # type: ignore[no-untyped-call]  # it would keep the copies for another time
 
 
+class CopyPool:
+    """Copies of whole states, in memory that is used again: a copy into new memory takes twice as long."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Copier] = []  # append and pop are atomic
+        self._closed = False
+
+    def copied(self, state: Any) -> tuple[Any, Callable[[], None]]:
+        """Copy a state.
+
+        Returns:
+            The copy, and what to call when it is not needed any more and nobody else can have it.
+        """
+        self._closed = False
+        try:
+            copier = self._idle.pop()
+        except IndexError:
+            copier = _Copier(set(), None, shared=False)
+        content = copier.stage(state)
+
+        def give_back() -> None:
+            if self._closed:
+                copier.close()  # type: ignore[no-untyped-call]
+            else:
+                self._idle.append(copier)
+
+        return content, give_back
+
+    def close(self) -> None:
+        """Let the memory go; that of copies in use when they are given back."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()  # type: ignore[no-untyped-call]
+
+
 class _Copier(StateDictStager):
     """torch's own copier, with exceptions."""
 
@@ -72,5 +111,33 @@ class _Copier(StateDictStager):
             return x
         if self._only is not None and not any([begin in self._only for begin in storages]):
             return x
+        if isinstance(x, ShardedTensor):
+            return self._copied_shards(x, memo, non_blocking)
         made: torch.Tensor = super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]
+        return made
+
+    def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> Any:
+        kept = self._cached_storage_mapping.get(storage)  # type: ignore[no-untyped-call]
+        if kept is not None and kept.size() != storage.size():
+            del self._cached_storage_mapping[storage]  # resized since the last copy
+        return super()._stage_untyped_storage(storage, non_blocking)
+
+    def _copied_shards(self, x: ShardedTensor, memo: Any, non_blocking: bool) -> ShardedTensor:
+        """Its metadata say where each shard is, and have to say so of the copies."""
+        metadata = copy.deepcopy(x.metadata())
+        metadata.tensor_properties.requires_grad = False
+        metadata.tensor_properties.pin_memory = False
+        shards = []
+        for shard in x.local_shards():
+            tensor = self.deepcopy_with_tensor_offload(  # type: ignore[no-untyped-call]
+                shard.tensor.detach(), memo, non_blocking=non_blocking
+            )
+            shards.append(Shard(tensor, copy.deepcopy(shard.metadata)))
+        for one in [*metadata.shards_metadata, *[shard.metadata for shard in shards]]:
+            if one.placement is not None:
+                one.placement = _remote_device(f"rank:{one.placement.rank()}/cpu")
+        made = ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, process_group=x._process_group
+        )
+        memo[id(x)] = made
         return made

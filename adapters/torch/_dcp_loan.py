@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from fp_multi.errors import ConfigError
@@ -24,10 +25,18 @@ class Loan:
         content: the state.
         steady: where the storages begin that are borrowed.
         spill_nbytes: most that the fence copies; 0 if it waits for the drive.
+        given_back: called when a save in this process has read all of it, and not if it goes to another process.
     """
 
-    def __init__(self, content: dict[str, Any], steady: set[int], spill_nbytes: int) -> None:
+    def __init__(
+        self,
+        content: dict[str, Any],
+        steady: set[int],
+        spill_nbytes: int,
+        given_back: Callable[[], None] | None = None,
+    ) -> None:
         self.spill_nbytes = spill_nbytes
+        self._given_back = given_back
         self._content: dict[str, Any] | None = content
         self._steady = steady
         self._lock = threading.Lock()  # guards what is below
@@ -57,9 +66,10 @@ class Loan:
     def send(self) -> dict[str, Any]:
         """The state for another process: copied, so that nothing is borrowed any more."""
         with self._lock:
-            if not self._over:
+            if not self._over and self._steady:
                 self._content = copied(self._there(), set(), only=self._steady, shared=True)
             content = self._there()
+            self._given_back = None
         self.end()
         return content
 
@@ -77,6 +87,9 @@ class Loan:
             self._over = True
             self._content = None
             self._jobs = []
+            given_back, self._given_back = self._given_back, None
+        if given_back is not None:
+            given_back()
         self._bound.set()
         self._begun.set()
         if getattr(_saving, "loan", None) is self:

@@ -16,13 +16,15 @@ from fp_multi.errors import UnsupportedLeafError
 from fp_multi.storage import Manifest, Tensor, combine, describe
 
 from ._convert_tensors import torch_dtype
-from ._dcp_note import NOTE, Note
+from ._dcp_note import NOTE, Note, Parts
 from ._dcp_report import Report
 from ._dcp_union import Union
 from ._dcp_values import Path
 
 
-def build_manifest(directory: str, metadata: Metadata, reports: Sequence[Report], user: Mapping[str, str]) -> Manifest:
+def build_manifest(
+    directory: str, metadata: Metadata, reports: Sequence[Report], user: Mapping[str, str], *, save_id: str
+) -> Manifest:
     """Put together what the ranks have written.
 
     Args:
@@ -30,6 +32,7 @@ def build_manifest(directory: str, metadata: Metadata, reports: Sequence[Report]
         metadata: DCP's; what it says of dtypes is corrected.
         reports: by rank.
         user: strings to keep with the checkpoint.
+        save_id: DCP's name for the save.
 
     Raises:
         CommError: the reports do not make a checkpoint.
@@ -44,17 +47,24 @@ def build_manifest(directory: str, metadata: Metadata, reports: Sequence[Report]
         nested = dict(zip(names, names, strict=True))
     union = Union(directory, reports)
     tree = union.node(nested)
-    parts = [
+    written = [
         msgspec.structs.replace(report.part, tensors=[numbers[i] for i in report.part.tensors])
         for report, numbers in zip(reports, union.numbers, strict=True)
     ]
-    manifest = combine(directory, tree, union.heads, parts, user)
+    manifest = combine(directory, tree, union.heads, written, user)
+    parted = {fqn: found for report in reports for fqn, found in report.parts.items()}
     note = Note(
         flat=flat,
-        values=[list(paths[fqn]) for fqn in names if fqn in union.values],
+        values=[list(paths[fqn]) for fqn in names if fqn in union.values and fqn not in parted],
         raw=[fqn for report in reports for fqn in report.raw],
         planner_data=_node_of(metadata.planner_data) if flat and metadata.planner_data is not None else None,
+        parts=[Parts(list(paths[fqn]), shape, offsets) for fqn, (shape, offsets) in parted.items()],
+        streams={fqn: at for report in reports for fqn, at in report.streams.items()},
+        save_id=save_id,
     )
+    for fqn in parted:
+        rank, first, _ = union.values[fqn]
+        _correct_dtype(metadata, fqn, manifest.tensors[union.numbers[rank][first]])
     for fqn, number in union.tensors.items():
         _note_tensor(note, metadata, fqn, manifest.tensors[number])
     manifest.metadata[NOTE] = msgspec.json.encode(note).decode()
@@ -107,16 +117,21 @@ def _node_of(planner_data: Any) -> Any:
     return described.tree
 
 
-def _note_tensor(note: Note, metadata: Metadata, fqn: str, tensor: Tensor) -> None:
+def _correct_dtype(metadata: Metadata, fqn: str, tensor: Tensor) -> None:
+    """Cached plans do not look at dtypes."""
     entry = metadata.state_dict_metadata[fqn]
-    if not isinstance(entry, TensorStorageMetadata):
-        return
     dtype = torch_dtype(tensor)
-    if dtype is not None and entry.properties.dtype != dtype:
-        # From a cached plan, which does not look at dtypes.
+    if isinstance(entry, TensorStorageMetadata) and dtype is not None and entry.properties.dtype != dtype:
         metadata.state_dict_metadata[fqn] = dataclasses.replace(
             entry, properties=dataclasses.replace(entry.properties, dtype=dtype)
         )
+
+
+def _note_tensor(note: Note, metadata: Metadata, fqn: str, tensor: Tensor) -> None:
+    _correct_dtype(metadata, fqn, tensor)
+    entry = metadata.state_dict_metadata[fqn]
+    if not isinstance(entry, TensorStorageMetadata):
+        return
     chunks = [(list(chunk.offsets), list(chunk.sizes)) for chunk in entry.chunks]
     if chunks == [([0] * len(tensor.shape), tensor.shape)]:
         return

@@ -5,7 +5,9 @@ Nothing is unpickled. A checkpoint that DCP did not write has the names that DCP
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import io
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,18 +16,19 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 
-from fp_multi.errors import ManifestError
-from fp_multi.storage import Manifest, Tensor, check_tree, decode
+from fp_multi.errors import KeyNotFoundError, ManifestError
+from fp_multi.storage import Manifest, check_tree, decode
 
 from ._convert_tensors import torch_dtype
-from ._dcp_note import NOTE, Note
+from ._dcp_leaves import Leaves
+from ._dcp_note import DCP_VERSION, NOTE, Note, Parts
 from ._dcp_values import Path
-
-_OPAQUE = frozenset(("bytes", "bytearray", "pickle", "numpy.scalar"))
 
 
 class Entry(NamedTuple):
@@ -33,8 +36,16 @@ class Entry(NamedTuple):
 
     path: Path
     node: Any
-    """The value's, or the tensor's index."""
+    """The value's, or the tensor's index, or a list of tensors: parts of one."""
     is_tensor: bool
+
+
+class _Part(NamedTuple):
+    """A part of a tensor that the checkpoint does not have all of."""
+
+    start: tuple[int, ...]
+    tensor: int
+    """Index in the manifest of what is the part."""
 
 
 class Catalog:
@@ -59,18 +70,58 @@ class Catalog:
             except msgspec.MsgspecError as error:
                 raise ManifestError(f"{where}: metadata {NOTE!r} cannot be read: {error}") from error
         self.entries: dict[str, Entry] = {}
-        values = None if self._note is None else {tuple(path) for path in self._note.values}
-        for path, node in self._leaves(values):
+        self.parts: dict[str, list[_Part]] = {}
+        """What there is of tensors that the checkpoint has only parts of."""
+        self._whole = {} if self._note is None else {tuple(some.path): some for some in self._note.parts}
+        leaves = Leaves(manifest, self._note, where)
+        for path, node in leaves:
             fqn = ".".join(map(str, path))
             if fqn in self.entries:
                 raise ManifestError(
                     f"{where}: two places of the state are {fqn!r} for torch.distributed.checkpoint, which joins keys "
                     "by dots; load it with fp_multi.load"
                 )
-            is_tensor = type(node) is int and self._holds_tensor(manifest.tensors[node])
-            is_tensor = is_tensor and (values is None or path not in values)
-            self.entries[fqn] = Entry(path, node, is_tensor)
+            some = self._whole.get(path)
+            if some is not None:
+                self.parts[fqn] = self._parts_in(fqn, node, some)
+            self.entries[fqn] = Entry(path, node, leaves.is_tensor(path, node))
         self.raw = frozenset(self._note.raw if self._note is not None else ())
+
+    def locate(self, item: ReadItem) -> tuple[ReadItem, int]:
+        """What an item of a plan reads: the item, its place counted in the tensor, and the tensor's index.
+
+        Args:
+            item: a tensor's.
+
+        Raises:
+            KeyNotFoundError: the checkpoint has no such part.
+        """
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        if fqn not in self.parts:
+            index: int = self.entries[fqn].node
+            return item, index
+        for part in self.parts[fqn]:
+            if part.start == (None if offset is None else tuple(offset)):
+                inside = dataclasses.replace(item.storage_index, offset=torch.Size([0] * len(part.start)))
+                return dataclasses.replace(item, storage_index=inside), part.tensor
+        raise KeyNotFoundError(f"{self._where}: it has no part of {fqn} that begins at {offset}")
+
+    def value(self, fqn: str, value: Any) -> Any:
+        """A value as it was saved."""
+        at = None if self._note is None else self._note.streams.get(fqn)
+        if at is None:
+            return value
+        stream = io.BytesIO(value)
+        stream.seek(at)
+        return stream
+
+    def _parts_in(self, fqn: str, node: Any, some: Parts) -> list[_Part]:
+        nodes = node[1] if type(node) is list and node[0] == "list" else [node]
+        if nodes and len(nodes) == len(some.offsets) and all([type(one) is int for one in nodes]):
+            parts = [_Part(tuple(start), one) for start, one in zip(some.offsets, nodes, strict=True)]
+            if all([_lies_in(part.start, self.manifest.tensors[part.tensor].shape, some.shape) for part in parts]):
+                return parts
+        raise ManifestError(f"{self._where}: metadata {NOTE!r} and the tree do not agree about the parts of {fqn}")
 
     def metadata(self) -> Metadata:
         """What DCP asks for."""
@@ -81,8 +132,12 @@ class Catalog:
             if not entry.is_tensor:
                 known[fqn] = BytesStorageMetadata()
                 continue
-            tensor = self.manifest.tensors[entry.node]
-            if fqn in note.chunks:
+            parts = self.parts.get(fqn)
+            tensor = self.manifest.tensors[entry.node if parts is None else parts[0].tensor]
+            shape = tensor.shape if parts is None else self._whole[entry.path].shape
+            if parts is not None:
+                chunks = [(list(part.start), self.manifest.tensors[part.tensor].shape) for part in parts]
+            elif fqn in note.chunks:
                 chunks = note.chunks[fqn]
             elif fqn in pieces:
                 chunks = [piece.box for piece in tensor.pieces if piece.box is not None]
@@ -92,10 +147,14 @@ class Catalog:
                 TensorProperties(
                     dtype=torch_dtype(tensor) or torch.uint8, requires_grad=tensor.attrs.get("requires_grad") == "1"
                 ),
-                torch.Size(tensor.shape),
+                torch.Size(shape),
                 [ChunkStorageMetadata(torch.Size(start), torch.Size(length)) for start, length in chunks],
             )
-        return Metadata(known, planner_data=self._planner_data(note))
+        metadata = Metadata(
+            known, planner_data=self._planner_data(note), storage_meta=StorageMeta(save_id=note.save_id)
+        )
+        metadata.version = DCP_VERSION
+        return metadata
 
     def _planner_data(self, note: Note) -> Any:
         if note.planner_data is not None:
@@ -103,49 +162,8 @@ class Catalog:
             return decode(note.planner_data, ())
         return None if note.flat else {fqn: entry.path for fqn, entry in self.entries.items()}
 
-    def _holds_tensor(self, tensor: Tensor) -> bool:
-        return tensor.kind not in _OPAQUE and torch_dtype(tensor) is not None
 
-    def _leaves(self, values: set[Path] | None) -> Iterator[tuple[Path, Any]]:
-        tree, note = self.manifest.tree, self._note
-        if note is not None and note.flat:
-            if type(tree) is not list or tree[0] != "dict":
-                raise ManifestError(f"{self._where}: expected a dict of names, as metadata {NOTE!r} says")
-            for key, node in zip(tree[1], tree[2], strict=True):
-                yield (_text_of(key),), node
-            return
-        yield from self._walk(tree, (), values)
-
-    def _walk(self, node: Any, path: Path, values: set[Path] | None) -> Iterator[tuple[Path, Any]]:
-        if (values is None or path not in values) and type(node) is list:
-            if node[0] in ("dict", "ordereddict"):
-                for key, child in zip(node[1], node[2], strict=True):
-                    yield from self._walk(child, (*path, _text_of(key)), values)
-                return
-            if node[0] == "list" and (values is not None or not self._is_leaf(node)):
-                for number, child in enumerate(node[1]):
-                    # None where DCP had nothing is no value.
-                    if values is None or child is not None or (*path, number) in values:
-                        yield from self._walk(child, (*path, number), values)
-                return
-        if not path:
-            raise ManifestError(f"{self._where}: expected a dict, as torch.distributed.checkpoint saves")
-        yield path, node
-
-    def _is_leaf(self, node: Any) -> bool:
-        """Whether DCP's planner keeps a list as one value: it holds no tensor, no dict, and no list that does."""
-        for child in node[1]:
-            if type(child) is int and self._holds_tensor(self.manifest.tensors[child]):
-                return False
-            if type(child) is list and (
-                child[0] in ("dict", "ordereddict") or (child[0] == "list" and not self._is_leaf(child))
-            ):
-                return False
-        return True
-
-
-def _text_of(key: Any) -> str:
-    """A key as DCP's planner writes it."""
-    if type(key) is list:
-        return str(decode(["dict", [key], [None]], ()).popitem()[0])
-    return str(key)
+def _lies_in(start: Sequence[int], length: Sequence[int], shape: Sequence[int]) -> bool:
+    if not len(start) == len(length) == len(shape):
+        return False
+    return all([a >= 0 and a + b <= c for a, b, c in zip(start, length, shape, strict=True)])

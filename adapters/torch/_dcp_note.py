@@ -5,11 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from torch.distributed.checkpoint import filesystem
 
 NOTE = "torch.distributed.checkpoint"
 """Key in the manifest's metadata."""
 
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""What DCP's own storage puts into ``Metadata.version``; older ones have no such thing."""
+
 Chunk = tuple[list[int], list[int]]
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """The parts of one tensor that one rank has, each stored as a tensor of its own shape."""
+
+    path: list[str | int]
+    """Where they stand in the tree: one as a tensor, several as a list."""
+    shape: list[int]
+    """Of the whole tensor."""
+    offsets: list[list[int]]
+    """Of each part in it."""
 
 
 class Note(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -27,3 +42,9 @@ class Note(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Offsets and sizes of the chunks of others; a tensor that stands nowhere is one chunk."""
     planner_data: Any = None
     """A node (docs/format.md section 3.3), if the planner has something else than the tree says."""
+    parts: list[Parts] = msgspec.field(default_factory=list)
+    """Tensors of which the checkpoint has only some parts, because one rank saved what it had."""
+    streams: dict[str, int] = msgspec.field(default_factory=dict)
+    """Names of byte strings that were an ``io.BytesIO``, and where it stood."""
+    save_id: str | None = None
+    """DCP's name for the save."""

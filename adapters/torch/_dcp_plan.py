@@ -8,6 +8,7 @@ plans, so each rank's writer notes what its rank has in ``SavePlan.storage_data`
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ class Orders:
     nbytes: int
     """Of all tensors, whoever writes them."""
     jobs: tuple[Job, ...]
+    alone: bool = False
+    """The rank saves for itself (``use_collectives=False``)."""
 
 
 def note_holdings(local: SavePlan) -> SavePlan:
@@ -64,17 +67,47 @@ def note_holdings(local: SavePlan) -> SavePlan:
     return dataclasses.replace(local, storage_data=Holdings(frozenset([item.index for item in local.items])))
 
 
-def cached_orders(chunk_bytes: int) -> list[Orders]:
+def cached_orders(chunk_bytes: int, *, alone: bool) -> list[Orders]:
     """The orders of earlier saves that DCP may hand to this rank again: those of the last save with each planner."""
-    return [orders_of(final, chunk_bytes) for final in SavePlanner._cached_final_save_plan.values()]
+    finals = SavePlanner._cached_final_save_plan.values()
+    return [
+        orders_of(final, chunk_bytes, alone=alone)
+        for final in finals
+        if not isinstance(final.storage_data, Orders) or final.storage_data.alone == alone
+    ]
 
 
-def orders_of(final: SavePlan, chunk_bytes: int) -> Orders:
-    """A rank's orders; a plan of another storage writer, from DCP's cache, is carried out as it stands."""
+def orders_of(final: SavePlan, chunk_bytes: int, *, alone: bool) -> Orders:
+    """A rank's orders; a plan of another storage writer, from DCP's cache, is carried out as it stands.
+
+    Raises:
+        ConfigError: they come from DCP's cache, and from a save of the other kind.
+    """
     if isinstance(final.storage_data, Orders):
+        if final.storage_data.alone != alone:
+            raise ConfigError(
+                "the planner's cached plan is of a save with the other use_collectives; save with one planner class "
+                "for each, or without plan caching"
+            )
         return final.storage_data
-    jobs = [Job(item) for item in final.items if not _is_empty(item) or _has_no_elements(item)]
-    return Orders(_FOREIGN_TOKEN, 0, chunk_nbytes_for(1 << 62, chunk_bytes), 0, tuple(jobs))
+    jobs = [Job(item) for item in final.items if alone or not _is_empty(item) or _has_no_elements(item)]
+    return Orders(_FOREIGN_TOKEN, 0, chunk_nbytes_for(1 << 62, chunk_bytes), 0, tuple(jobs), alone)
+
+
+def order_all(local: SavePlan, *, token: str, chunk_bytes: int) -> SavePlan:
+    """The orders of a rank that saves all that it has, for itself.
+
+    Args:
+        local: its plan; one that says "as last time" stays as it is.
+        token: a new one.
+        chunk_bytes: of the configuration.
+    """
+    if not getattr(local, "usable", True):
+        return local
+    nbytes = sum([_nbytes_of(item) for item in local.items])
+    jobs = tuple([Job(item) for item in local.items])
+    orders = Orders(token, 1, chunk_nbytes_for(nbytes, chunk_bytes), nbytes, jobs, alone=True)
+    return dataclasses.replace(local, storage_data=orders)
 
 
 def give_orders(plans: Sequence[SavePlan], *, token: str, chunk_bytes: int, writers: Sequence[int] | None) -> list[Any]:
@@ -167,6 +200,11 @@ def _job(item: WriteItem, cut: Cut, begin: int, end: int) -> Job:
 
 def _shifted(start: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
     return tuple([a + b for a, b in zip(start, by, strict=True)])
+
+
+def _nbytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _is_empty(item: WriteItem) -> bool:

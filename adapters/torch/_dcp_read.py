@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from fp_multi import Box, CheckpointReader, ReadRequest
-from fp_multi.errors import KeyNotFoundError, PickleRefusedError, TargetMismatchError
-from fp_multi.storage import decode, itemsize, refuse_pickle, stored_value
+from fp_multi import CheckpointReader, ReadRequest
+from fp_multi.errors import KeyNotFoundError, PickleRefusedError
+from fp_multi.storage import decode, refuse_pickle, stored_value
 
 from ._builder import make_builder
-from ._convert_tensors import torch_dtype
 from ._dcp_metadata import Catalog
 from ._dcp_places import Places
+from ._dcp_targets import Bytes, Wanted, fill, want
 from ._dcp_values import tensors_in, to_bytes
-from ._dtypes import CARRIERS
 
 _BUFFER_NBYTES = 1 << 30
 """Tensors that cannot be read in place wait in memory; more than that at once are read in several passes."""
 
-_Bytes = npt.NDArray[np.uint8]
-
-
-class _Wanted(NamedTuple):
-    item: ReadItem
-    tensor: int
-    box: Box
-    nbytes: int
-    target: torch.Tensor
-    out: _Bytes | None
-    """The target's memory, if it can be filled as it is."""
-
 
 def read_items(
-    items: Sequence[ReadItem], planner: LoadPlanner, reader: CheckpointReader, catalog: Catalog, *, allow_pickle: bool
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    reader: CheckpointReader,
+    catalog: Catalog,
+    *,
+    allow_pickle: bool,
+    read_together: Callable[[list[Wanted]], list[Wanted]] = lambda wanted: wanted,
 ) -> None:
     """Read what a plan asks for, and give it to the planner.
 
@@ -49,6 +39,7 @@ def read_items(
         reader: the checkpoint.
         catalog: the same, by DCP's names.
         allow_pickle: unpickle values.
+        read_together: gets what other ranks read, too, and gives back what is left.
 
     Raises:
         PickleRefusedError: a value is a pickle, and the caller did not allow them.
@@ -64,15 +55,21 @@ def read_items(
                 f"{item.storage_index.fqn}: these are bytes of the planner's own, which may be a pickle; pass "
                 "allow_pickle=True if you trust the checkpoint"
             )
-    wanted = [_want(item, planner, reader, catalog) for item in items if item.type != LoadItemType.BYTE_IO]
-    data: dict[int, _Bytes] = {}
-    for number, batch in enumerate(_batches(wanted)):
+    tensors = reader.manifest.tensors
+    wanted = []
+    for item in items:
+        if item.type != LoadItemType.BYTE_IO:
+            _entry(catalog, item)
+            located, index = catalog.locate(item)
+            wanted.append(want(located, index, tensors[index], planner))
+    data: dict[int, Bytes] = {}
+    for number, batch in enumerate(_batches(read_together(wanted))):
         requests = [ReadRequest(one.tensor, one.box, one.out) for one in batch]
         more = inside if number == 0 else []
         found = reader.read([*requests, *[ReadRequest(index) for index in more]])
         for one, buffer in zip(batch, found, strict=False):
             if one.out is None:
-                _copy(buffer, one, reader)
+                fill(one, buffer, tensors[one.tensor])
             planner.commit_tensor(one.item, one.target)
         data.update(zip(more, found[len(batch) :], strict=True))
     if values:
@@ -86,40 +83,7 @@ def _entry(catalog: Catalog, item: ReadItem) -> Any:
     return entry
 
 
-def _want(item: ReadItem, planner: LoadPlanner, reader: CheckpointReader, catalog: Catalog) -> _Wanted:
-    index = _entry(catalog, item).node
-    tensor = reader.manifest.tensors[index]
-    length = tuple(item.lengths)
-    corner = item.storage_index.offset or (0,) * len(length)
-    start = tuple([a + b for a, b in zip(corner, item.storage_offsets, strict=True)])
-    target = planner.resolve_tensor(item).detach()
-    if tuple(target.shape) != length:
-        raise TargetMismatchError(
-            f"{item.storage_index.fqn}: the planner gives a tensor of shape {tuple(target.shape)} for a part "
-            f"of {length}"
-        )
-    nbytes = itemsize(tensor.dtype) * int(np.prod(length, dtype=np.int64))
-    in_place = nbytes > 0 and target.dtype == torch_dtype(tensor)
-    return _Wanted(item, index, Box(start, length), nbytes, target, _memory(target) if in_place else None)
-
-
-def _memory(target: torch.Tensor) -> _Bytes | None:
-    """The bytes of a tensor, if they are its values in C order in host memory."""
-    if (
-        type(target) not in (torch.Tensor, torch.nn.Parameter)
-        or not target.is_cpu
-        or not target.is_contiguous()
-        or target.is_conj()
-        or target.is_neg()
-    ):
-        return None
-    # Not view(-1): a single element may have any stride.
-    flat = target.as_strided((target.numel(),), (1,))
-    memory: _Bytes = flat.view(torch.uint8).numpy()
-    return memory
-
-
-def _batches(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     """All that goes straight into place first; what needs a buffer in the order of the files."""
     batch = [one for one in wanted if one.out is not None]
     held = 0
@@ -132,24 +96,9 @@ def _batches(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
     yield batch
 
 
-def _copy(buffer: _Bytes, one: _Wanted, reader: CheckpointReader) -> None:
-    tensor = reader.manifest.tensors[one.tensor]
-    dtype = torch_dtype(tensor)
-    if dtype is None or not one.nbytes:
-        return
-    carrier = CARRIERS[dtype.itemsize]
-    source = torch.from_numpy(buffer).view(carrier).view(one.box.length)
-    into = one.target
-    if into.dtype == dtype and not into.is_conj() and not into.is_neg():
-        # Bit by bit: some small float types have no kernel that copies them.
-        into.view(carrier).copy_(source)
-    else:
-        into.copy_(source.view(dtype))
-
-
 def _load_values(
     items: Sequence[ReadItem],
-    data: Mapping[int, _Bytes],
+    data: Mapping[int, Bytes],
     planner: LoadPlanner,
     reader: CheckpointReader,
     catalog: Catalog,
@@ -163,7 +112,7 @@ def _load_values(
         made = {index: stored_value(tensors[index], data[index].copy(), build) for index in tensors_in(node)}
         value = decode(node, _ByIndex(made))
         fqn = item.storage_index.fqn
-        planner.load_bytes(item, io.BytesIO(value) if fqn in catalog.raw else to_bytes(value, fqn))
+        planner.load_bytes(item, io.BytesIO(value) if fqn in catalog.raw else to_bytes(catalog.value(fqn, value), fqn))
     places.correct()
 
 

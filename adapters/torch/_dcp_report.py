@@ -22,6 +22,11 @@ class Report(msgspec.Struct, frozen=True):
     """Nodes by DCP's names."""
     raw: list[str]
     """Names of values that are a planner's own bytes."""
+    streams: dict[str, int]
+    """Names of values that were an ``io.BytesIO``, and where it stood."""
+    parts: dict[str, tuple[list[int], list[list[int]]]]
+    """By DCP's names, of tensors that the rank has parts of: the whole's shape, and each part's offsets. Their nodes
+    are among ``values``."""
 
 
 def decode_report(data: Any) -> Report:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fp_multi.errors import ConfigError
 from fp_multi.storage import release_memory
 
-from ._dcp_copies import copied, steady
+from ._dcp_copies import CopyPool, copied, steady
 from ._dcp_loan import Lent, Loan
 
 _UNBOUNDED = (1 << 63) - 1
@@ -26,7 +26,8 @@ class AsyncStager:
 
     ``"borrow"``: the fence, before the optimizer changes anything, waits until the drive has been given everything.
     ``"hybrid"``: the fence copies what is left then, at memory speed, and waits for that only.
-    ``"snapshot"``: everything is copied in the call; there is nothing to wait for.
+    ``"snapshot"``: everything is copied in the call; there is nothing to wait for. The memory of the copy is used again
+    by the next call when the save is over, and let go by :meth:`close`.
 
     What else changes parameters between ``async_save`` and the next step (clipping weights, swapping in averaged ones,
     ``load_state_dict``) must call :meth:`fence` first. A save that fails raises from the future that ``async_save``
@@ -65,6 +66,7 @@ class AsyncStager:
         self._spill_nbytes = 0 if overlap == "borrow" else _UNBOUNDED if staging_bytes is None else staging_bytes
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, RemovableHandle | None]] = {}
         self._loans: list[Loan] = []
+        self._copies = CopyPool()
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -95,9 +97,10 @@ class AsyncStager:
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What ``async_save`` calls: the state for the background save, whose borrowed tensors are the caller's own."""
         lent = set() if self.overlap == "snapshot" else steady(one for one, _ in self._optimizers.values())
-        content: dict[str, Any] = copied(state_dict, lent)
         if not lent:
-            return content
+            everything, give_back = self._copies.copied(state_dict)
+            return Lent(Loan(everything, lent, self._spill_nbytes, give_back))
+        content: dict[str, Any] = copied(state_dict, lent)
         loan = Loan(content, lent, self._spill_nbytes)
         self._loans = [one for one in self._loans if not one.is_over]
         self._loans.append(loan)
@@ -120,4 +123,5 @@ class AsyncStager:
         for _, handle in attached.values():
             if handle is not None:
                 handle.remove()
+        self._copies.close()
         release_memory()

@@ -37,6 +37,8 @@ class Value(NamedTuple):
     sources: list[LeafSource]
     raw: bool
     """The planner's bytes as they are, because only the planner knows what they mean."""
+    stream: int | None
+    """Where it stood, if it was an ``io.BytesIO``; what is stored is its contents."""
 
 
 def value_of(planner: SavePlanner, item: WriteItem, path: Path, *, allow_pickle: bool) -> Value:
@@ -52,14 +54,15 @@ def value_of(planner: SavePlanner, item: WriteItem, path: Path, *, allow_pickle:
         UnsupportedLeafError: the format has no form for it.
     """
     value, raw = _resolve(planner, item, allow_pickle=allow_pickle)
-    state = value
+    stream = value.tell() if type(value) is io.BytesIO else None
+    state = value if stream is None else value.getvalue()
     for key in reversed(path):
         state = {key: state}
     described = describe(state, allow_pickle=allow_pickle)
     node = described.tree
     for _ in path:
         node = node[2][0]
-    return Value(node, described.names, described.sources, raw)
+    return Value(node, described.names, described.sources, raw, stream)
 
 
 def renumber(node: Any, numbers: Mapping[int, int]) -> Any:

@@ -6,19 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fp_multi import Box, LeafSource
 from fp_multi.config import SaveConfig
-from fp_multi.errors import UnsupportedLeafError
 from fp_multi.storage import Contents, Described, PartWrite, head, lay_out_shard, narrowed, shard_name, shards_of
-from fp_multi.storage import describe as describe_state
 
 from ._dcp_plan import Job, Orders
 from ._dcp_report import Report
+from ._dcp_source import OwnPart, name_of, own_part_of, source_of
 from ._dcp_values import Path, value_of
-from ._describe import describe
 
 Started = Callable[[PartWrite], object]
 
@@ -47,15 +44,22 @@ class RankWrite:
         self._names: list[str] = []
         self._values: dict[str, Any] = {}
         self._raw: list[str] = []
+        self._streams: dict[str, int] = {}
+        self._parts: dict[str, tuple[list[int], list[list[int]]]] = {}
         self._pieces: dict[int, list[tuple[Box, LeafSource]]] = {}
         numbers: dict[str, int] = {}
+        parts: dict[str, list[OwnPart]] = {}
         for job in orders.jobs:
             fqn = job.item.index.fqn
             path = tuple(paths[fqn]) if paths is not None and fqn in paths else (fqn,)
             if job.item.tensor_data is None:
                 self._add_value(planner, job.item, path, allow_pickle=allow_pickle)
+            elif orders.alone and (part := own_part_of(planner, job.item, path)) is not None:
+                parts.setdefault(fqn, []).append(part)
             else:
                 self._add_tensor(planner, job, path, numbers)
+        for fqn, some in parts.items():
+            self._add_parts(fqn, some)
         self._layouts = [lay_out_shard(contents) for contents in self._contents()]
 
     @property
@@ -93,12 +97,13 @@ class RankWrite:
             raise
         part = write.finish()
         heads = [head(name, source) for name, source in zip(self._names, self._wholes, strict=True)]
-        return msgspec.msgpack.encode(Report(part, self._fqns, heads, self._values, self._raw))
+        report = Report(part, self._fqns, heads, self._values, self._raw, self._streams, self._parts)
+        return msgspec.msgpack.encode(report)
 
     def _add_tensor(self, planner: SavePlanner, job: Job, path: Path, numbers: dict[str, int]) -> None:
         item = job.item
         fqn = item.index.fqn
-        source, chunk, shape = _source_of(planner, item)
+        source, chunk, shape = source_of(planner, item)
         number = numbers.get(fqn)
         if number is None:
             number = numbers[fqn] = len(self._fqns)
@@ -106,7 +111,7 @@ class RankWrite:
             for length in shape:
                 nbytes *= length
             self._fqns.append(fqn)
-            self._names.append(_name(fqn, path))
+            self._names.append(name_of(fqn, path))
             self._wholes.append(source._replace(shape=shape, nbytes=nbytes))
         pieces = self._pieces.setdefault(number, [])
         if job.boxes is None:
@@ -119,15 +124,29 @@ class RankWrite:
     def _add_value(self, planner: SavePlanner, item: WriteItem, path: Path, *, allow_pickle: bool) -> None:
         fqn = item.index.fqn
         value = value_of(planner, item, path, allow_pickle=allow_pickle)
-        first = len(self._fqns)
-        for name, source in zip(value.names, value.sources, strict=True):
+        self._add_node(fqn, value.node, value.names, value.sources)
+        if value.raw:
+            self._raw.append(fqn)
+        if value.stream is not None:
+            self._streams[fqn] = value.stream
+
+    def _add_parts(self, fqn: str, parts: list[OwnPart]) -> None:
+        """One rank's parts of a tensor: one is a tensor of its own shape, several are a list of such."""
+        if len(parts) == 1:
+            names = [name_of(fqn, parts[0].path)]
+        else:
+            names = [name_of(f"{fqn}.{number}", (*part.path, number)) for number, part in enumerate(parts)]
+        node = 0 if len(parts) == 1 else ["list", list(range(len(parts)))]
+        self._add_node(fqn, node, names, [part.source for part in parts])
+        self._parts[fqn] = list(parts[0].shape), [list(part.start) for part in parts]
+
+    def _add_node(self, fqn: str, node: Any, names: list[str], sources: list[LeafSource]) -> None:
+        self._values[fqn] = [len(self._fqns), node]
+        for name, source in zip(names, sources, strict=True):
             self._pieces[len(self._fqns)] = [(Box((0,) * len(source.shape), source.shape), source)]
             self._fqns.append(None)
             self._names.append(name)
             self._wholes.append(source)
-        self._values[fqn] = [first, value.node]
-        if value.raw:
-            self._raw.append(fqn)
 
     def _contents(self) -> list[Contents]:
         described = Described(None, self._names, self._wholes)
@@ -138,35 +157,3 @@ class RankWrite:
 
     def _file(self, plane: int) -> str:
         return shard_name(self._rank, self._orders.size, plane)
-
-
-def _source_of(planner: SavePlanner, item: WriteItem) -> tuple[LeafSource, Box, tuple[int, ...]]:
-    """The bytes of an item, the box that they are, and the shape of the tensor that it is a box of."""
-    data = item.tensor_data
-    fqn = item.index.fqn
-    tensor = planner.resolve_data(item)
-    if data is None or not isinstance(tensor, torch.Tensor):
-        raise UnsupportedLeafError(f"{fqn}: the planner gives no tensor, but a {type(tensor).__qualname__}", fqn)
-    # The dtype is that of the tensor: plans may come from a cache that does not look at dtypes.
-    source = describe(tensor.detach(), fqn)
-    chunk = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    shape = tuple(data.size)
-    if source.shape != chunk.length:
-        raise UnsupportedLeafError(
-            f"{fqn}: the plan says shape {chunk.length}, the tensor has {source.shape}; a planner must not change it",
-            fqn,
-        )
-    if 0 in shape:
-        source = source._replace(shape=shape)
-        chunk = Box((0,) * len(shape), shape)
-    return source, chunk, shape
-
-
-def _name(fqn: str, path: Path) -> str:
-    """docs/format.md section 3.4. DCP's own names are those, but for a few that are reserved."""
-    if fqn and fqn[0] not in "~_" and fqn.isascii():
-        return fqn
-    state: Any = b""
-    for key in reversed(path):
-        state = {key: state}
-    return describe_state(state).names[0]

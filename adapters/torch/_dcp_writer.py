@@ -8,11 +8,11 @@ import os
 import secrets
 import threading
 import uuid
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -23,11 +23,13 @@ from fp_multi import SaveConfig
 from fp_multi.errors import ConfigError, FpMultiError, StorageError
 from fp_multi.storage import crc32c, encode_manifest, require_space, resolve
 
+from ._dcp_alone import check_shared_place, rank_directory
 from ._dcp_commit import CoordinatorCommit, RankCommit, check_target, coordinate, take_part
+from ._dcp_copies import copied
 from ._dcp_loan import loan_here
 from ._dcp_manifest import build_manifest
-from ._dcp_note import NOTE
-from ._dcp_plan import Orders, cached_orders, give_orders, note_holdings, orders_of
+from ._dcp_note import DCP_VERSION, NOTE
+from ._dcp_plan import Orders, cached_orders, give_orders, note_holdings, order_all, orders_of
 from ._dcp_reader import AnyPath, is_local
 from ._dcp_report import decode_report
 from ._dcp_write import RankWrite
@@ -44,6 +46,8 @@ class _Save:
     rank: int = 0
     is_set_up: bool = False
     is_coordinator: bool = False
+    is_alone: bool = False
+    """The rank saves for itself; it is its own coordinator."""
     commits: dict[str, CoordinatorCommit] = dataclasses.field(default_factory=dict)
     """The coordinator's, by token; several until it knows which cached plan is carried out."""
 
@@ -71,7 +75,10 @@ class StorageWriter(storage.StorageWriter):
         thread_count: ignored: the engine needs no threads to be counted.
         per_thread_copy_ahead: ignored.
         cache_staged_state_dict: ignored; see :class:`AsyncStager`.
-        overwrite: replace a checkpoint that is there. Anything else that is there is never replaced.
+        overwrite: replace a checkpoint that is there. Other files in the directory stay in it; other directories in it
+            are refused.
+        _extensions: not applied: what is stored is the tensors' bytes as they are, and a warning says so.
+        serialization_format: ignored.
         config: how to write. ``writers`` may be ``"auto"`` or ``"all"`` (whoever has a replicated tensor writes a part
             of it), or a tuple of ranks.
         allow_pickle: pickle values (not tensors) that the format has no form for, instead of refusing them.
@@ -94,6 +101,8 @@ class StorageWriter(storage.StorageWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: object = None,
         *,
         config: SaveConfig = SaveConfig(),
         allow_pickle: bool = False,
@@ -107,6 +116,17 @@ class StorageWriter(storage.StorageWriter):
             )
         self.path = path
         self.overwrite = overwrite
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        if _extensions:
+            names = ", ".join([type(one).__name__ for one in _extensions])
+            warnings.warn(
+                f"_extensions are not applied: {names} will not see the bytes, which are stored as they are",
+                UserWarning,
+                stacklevel=2,
+            )
         self.config = config if sync_files else dataclasses.replace(config, durable=False)
         self.allow_pickle = allow_pickle
         self.metadata = dict(metadata or {})
@@ -115,14 +135,15 @@ class StorageWriter(storage.StorageWriter):
         self._new()
 
     def _new(self) -> None:
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
+        """DCP's name for the save that comes next, or is under way."""
         self._saves: dict[int, _Save] = {}
         """By thread: saves of one writer may overlap."""
         weakref.finalize(self, _drop_all, self._saves)
 
     def __getstate__(self) -> dict[str, Any]:
         # It goes to another process for AsyncCheckpointerType.PROCESS.
-        state = {name: value for name, value in vars(self).items() if name not in ("_saves", "_save_id")}
+        state = {name: value for name, value in vars(self).items() if name not in ("_saves", "save_id")}
         return {**state, "path": None if self.path is None else os.fspath(self.path)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,15 +160,35 @@ class StorageWriter(storage.StorageWriter):
         """The path, for DCP's log."""
         return self.path
 
+    # Asked by dcp.async_save without a stager, as DCP's own storage writer is.
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``dcp.async_save`` has to wait: everything has been copied by then."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory."""
+        content: dict[str, Any] = copied(state_dict, set())
+        return content
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def storage_meta(self) -> StorageMeta:
         """What DCP keeps about the storage."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """A new save begins."""
         path = self.path if checkpoint_id is None else checkpoint_id
         self.path = path
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._begin(path)
 
     def _begin(self, path: AnyPath | None) -> _Save:
@@ -168,22 +209,20 @@ class StorageWriter(storage.StorageWriter):
         """See ``torch.distributed.checkpoint.StorageWriter``.
 
         Raises:
-            ConfigError: there is no path, or every rank is to save for itself.
+            ConfigError: there is no path.
         """
         save = self._save()
         if save.is_set_up:
             save = self._begin(self.path)
         save.is_set_up = True
-        save.is_coordinator = is_coordinator
         save.rank = int(kwargs.get("rank") or 0)
-        if not kwargs.get("use_collectives", True) and (save.rank or _world_size() > 1):
-            raise ConfigError(
-                "use_collectives=False lets every rank save what it has for itself, and a checkpoint is one for all "
-                "ranks: no rank alone could write a sharded tensor. Leave it out; or, for states that have nothing to "
-                "do with each other, call dcp.save with no_dist=True and a path for each rank"
-            )
+        save.is_alone = not kwargs.get("use_collectives", True)
+        save.is_coordinator = is_coordinator or save.is_alone
         if save.path is None:
             raise ConfigError("no path: pass checkpoint_id to dcp.save, or path to StorageWriter")
+        if save.is_alone:
+            check_shared_place(save.path)
+            save.path, save.rank = rank_directory(save.path, save.rank), 0
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Note what this rank has, and refuse a path that is taken.
@@ -204,18 +243,22 @@ class StorageWriter(storage.StorageWriter):
             NoSpaceError: the file system has not the room.
             StorageError: the operating system refused an operation.
         """
-        writers = self.config.writers
-        ordered = give_orders(
-            plans,
-            token=secrets.token_hex(8),
-            chunk_bytes=self.config.chunk_bytes,
-            writers=writers if isinstance(writers, tuple) else None,
-        )
-        orders = ordered[0].storage_data if ordered else None
         save = self._save()
+        writers = self.config.writers
+        if save.is_alone:
+            ordered = [order_all(one, token=secrets.token_hex(8), chunk_bytes=self.config.chunk_bytes) for one in plans]
+        else:
+            ordered = give_orders(
+                plans,
+                token=secrets.token_hex(8),
+                chunk_bytes=self.config.chunk_bytes,
+                writers=writers if isinstance(writers, tuple) else None,
+            )
+        orders = ordered[0].storage_data if ordered else None
+        known = [orders] if isinstance(orders, Orders) else None
         # With cached plans only write_data is told which orders are carried out.
-        for one in [orders] if isinstance(orders, Orders) else cached_orders(self.config.chunk_bytes):
-            self._coordinate(save, one)
+        for each in known or cached_orders(self.config.chunk_bytes, alone=save.is_alone):
+            self._coordinate(save, each)
         return ordered
 
     def _coordinate(self, save: _Save, orders: Orders) -> CoordinatorCommit:
@@ -250,7 +293,7 @@ class StorageWriter(storage.StorageWriter):
 
     def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> bytes:
         loan = loan_here()
-        orders = orders_of(plan, self.config.chunk_bytes)
+        orders = orders_of(plan, self.config.chunk_bytes, alone=save.is_alone)
         paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else None
         commit: CoordinatorCommit | RankCommit
         if save.is_coordinator:
@@ -287,22 +330,20 @@ class StorageWriter(storage.StorageWriter):
         (commit,) = save.commits.values()
         try:
             reports = [decode_report(one.storage_data) for result in results for one in result]
-            manifest = build_manifest(commit.path, metadata, reports, self.metadata)
-            commit.publish(encode_manifest(manifest, crc32c))
+            manifest = build_manifest(commit.path, metadata, reports, self.metadata, save_id=self.save_id)
+            commit.write_manifest(encode_manifest(manifest, crc32c))
+            commit.publish()
         finally:
             save.drop()
             self._saves.pop(threading.get_ident(), None)
         metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
 
 
 def _path(save: _Save) -> AnyPath:
     if save.path is None:
         raise FpMultiError("the storage writer was not set up in this thread")
     return save.path
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _drop_all(saves: dict[int, _Save]) -> None:

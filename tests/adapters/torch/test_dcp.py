@@ -357,8 +357,12 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     assert isinstance(cause_of(caught), CheckpointExistsError)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").touch()
-    with pytest.raises(CheckpointException, match="nothing there is replaced"):
-        save({"w": torch.ones(1)}, tmp_path / "other")
+    save({"w": torch.ones(1)}, tmp_path / "other")
+    assert (tmp_path / "other" / "precious").exists()
+    (tmp_path / "other" / "inside").mkdir()
+    with pytest.raises(CheckpointException, match=r"holds other directories \(inside\)"):
+        save({"w": torch.zeros(1)}, tmp_path / "other")
+    assert fp.load(tmp_path / "other")["w"].tolist() == [1]
     assert sorted(os.listdir(tmp_path)) == ["c", "other"]
 
 

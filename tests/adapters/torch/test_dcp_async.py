@@ -198,3 +198,69 @@ def test_arguments(training: Training) -> None:
     assert len(training.optimizer._optimizer_step_pre_hooks) == 1
     stager.close()
     assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def staged_at(planner: Held, name: str = "model.0.weight") -> int:
+    pointer: int = planner.state_dict[name].data_ptr()
+    return pointer
+
+
+def test_snapshot_uses_its_memory_again(tmp_path: Path, training: Training) -> None:
+    """Once a save has read it, and never before."""
+    stager = AsyncStager("snapshot")
+    places, befores, futures, planners = [], [], [], []
+    for step in range(2):  # two at the same time
+        befores.append(dict(flat(training.state())))
+        planners.append(Held())
+        futures.append(training.start(tmp_path / str(step), stager, planner=planners[-1]))
+        assert planners[-1].reached.wait(HANG_LIMIT_S)
+        places.append(staged_at(planners[-1]))
+        training.backward()
+        training.optimizer.step()
+    assert places[0] != places[1]
+    for step in range(2):
+        planners[step].go_on.set()
+        futures[step].result(HANG_LIMIT_S)
+        check(tmp_path / str(step), befores[step], Training())
+
+    before = dict(flat(training.state()))
+    planner = Held()
+    planner.go_on.set()
+    training.start(tmp_path / "2", stager, planner=planner).result(HANG_LIMIT_S)
+    assert staged_at(planner) in places
+    check(tmp_path / "2", before, Training())
+    stager.close()
+
+
+def test_a_save_that_fails_keeps_its_memory(tmp_path: Path, training: Training) -> None:
+    class Fails(dcp.DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            raise RuntimeError("out of ideas")
+
+    stager = AsyncStager("snapshot")
+    for _ in range(2):
+        with pytest.raises(CheckpointException, match="out of ideas"):
+            training.start(tmp_path / "c", stager, planner=Fails()).result(HANG_LIMIT_S)
+    before = dict(flat(training.state()))
+    training.start(tmp_path / "c", stager).result(HANG_LIMIT_S)
+    check(tmp_path / "c", before, Training())
+    stager.close()
+
+
+def test_snapshot_of_storages_that_grow(tmp_path: Path) -> None:
+    stager = AsyncStager("snapshot")
+    tensor = torch.arange(4.0)
+    for step, count in enumerate((4, 9, 2)):
+        tensor.untyped_storage().resize_(4 * count)
+        tensor.set_(tensor.untyped_storage(), 0, (count,), (1,)).copy_(torch.arange(float(count)) + step)
+        future = dcp.async_save(
+            {"t": tensor},
+            checkpoint_id=tmp_path / str(step),
+            storage_writer=StorageWriter(config=QUICK),
+            async_stager=stager,
+        )
+        future.result(HANG_LIMIT_S)
+        found = {"t": torch.zeros(count)}
+        dcp.load(found, checkpoint_id=tmp_path / str(step), storage_reader=StorageReader())
+        assert torch.equal(found["t"], tensor)
+    stager.close()

@@ -29,7 +29,6 @@ import fp_multi as fp  # noqa: E402
 import fp_multi.adapters.torch as adapter  # noqa: E402
 from fp_multi import _engine  # noqa: E402
 from fp_multi.adapters.torch.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
-from fp_multi.errors import ConfigError  # noqa: E402
 
 QUICK = fp.SaveConfig(durable=False)
 ROWS, COLUMNS = 3 * 1024, 512  # 6 MiB of float32: is cut
@@ -188,8 +187,6 @@ def check_writers(directory: Path) -> None:
     some = StorageWriter(path, config=fp.SaveConfig(durable=False, writers=(1,)))
     dcp.save({"w": FULL.clone()}, storage_writer=some)
     assert {shard.rank for shard in fp.read_manifest(path).shards if shard.nbytes > 1 << 20} == {1}
-    with pytest.raises(ConfigError, match="use_collectives"):
-        dcp.save({"w": FULL}, checkpoint_id=path, storage_writer=writer(), use_collectives=False)
 
 
 def check_errors(directory: Path) -> None:

@@ -1,0 +1,226 @@
+"""What else lies in the directory that dcp.save goes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from multiprocess import die, run_plain  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+import fp_multi as fp  # noqa: E402
+from fp_multi import _engine  # noqa: E402
+from fp_multi.adapters.torch import _dcp_commit  # noqa: E402
+from fp_multi.adapters.torch.dcp import StorageReader, StorageWriter  # noqa: E402
+
+NUMBERS = torch.arange(1000.0)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    _engine.clear_faults()
+
+
+def save(path: Path, step: int = 1, **how: Any) -> None:
+    planner = how.pop("planner", None)
+    writer = StorageWriter(config=fp.SaveConfig(durable=False), **how)
+    dcp.save({"w": NUMBERS + step, "step": step}, checkpoint_id=path, storage_writer=writer, planner=planner)
+
+
+def step_of(path: Path) -> int:
+    found = {"w": torch.zeros(1000), "step": 0}
+    dcp.load(found, checkpoint_id=path, storage_reader=StorageReader())
+    assert torch.equal(found["w"], NUMBERS + found["step"])
+    return found["step"]
+
+
+def hidden_in(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith(".")]
+
+
+def test_other_files_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o750)
+    path.chmod(0o750)
+    (path / "config.json").write_text("{}")
+    (path / "link").symlink_to("nowhere")
+    with (path / "log").open("a") as log:
+        log.write("before\n")
+        log.flush()
+        before = (path / "log").stat()
+        for step in (1, 2):
+            save(path, step)
+            assert step_of(path) == step
+        log.write("after\n")
+    assert os.path.samestat((path / "log").stat(), before)
+    assert (path / "log").read_text() == "before\nafter\n"
+    assert (path / "config.json").read_text() == "{}"
+    assert os.readlink(path / "link") == "nowhere"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert sorted(os.listdir(path)) == sorted(["config.json", "link", "log", "manifest.json", *shards_of(path)])
+    assert not hidden_in(tmp_path)
+    fp.verify(path)
+
+
+def shards_of(path: Path) -> list[str]:
+    return [shard.file for shard in fp.read_manifest(path).shards]
+
+
+def test_nothing_of_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(path)
+    (path / "shard-00007-of-00008.safetensors").write_bytes(b"of a checkpoint of more ranks")
+    save(path, 2)
+    assert sorted(os.listdir(path)) == ["manifest.json", *shards_of(path)]
+
+
+class Meanwhile(dcp.DefaultSavePlanner):
+    """Somebody puts a file into the directory while the checkpoint is written beside it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        (self._path / "meanwhile").write_text("new")
+        return super().finish_plan(new_plan)
+
+
+def test_files_that_come_meanwhile_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    save(path)
+    save(path, 2, planner=Meanwhile(path))
+    assert (path / "meanwhile").read_text() == "new"
+    linked = _dcp_commit.keep_others
+
+    def then_another(directory: str, new: str) -> bool:
+        found = linked(directory, new)
+        if directory == str(path):
+            (path / "last").write_text("after the links, before the rename")
+            (path / "other").write_text("newer")
+            (path / "other").rename(path / "meanwhile")
+        return found
+
+    monkeypatch.setattr(_dcp_commit, "keep_others", then_another)
+    save(path, 3)
+    assert step_of(path) == 3
+    assert (path / "last").read_text() == "after the links, before the rename"
+    assert (path / "meanwhile").read_text() == "newer"
+    assert not (path / "other").exists()
+    assert not hidden_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "__3_1.distcp"])
+def test_a_checkpoint_of_dcp_is_not_mixed_up(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointException, match="a checkpoint of DCP's own storage"):
+        save(tmp_path)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_other_directories_are_refused(tmp_path: Path, is_there: bool) -> None:
+    path = tmp_path / "run"
+    if is_there:
+        save(path)
+    save(path / "step_1", 5)
+    with pytest.raises(CheckpointException, match=r"holds other directories \(step_1\)"):
+        save(path, 2)
+    assert step_of(path / "step_1") == 5
+    assert not is_there or step_of(path) == 1
+    assert not hidden_in(tmp_path)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(CheckpointException, match="is no directory"):
+        save(tmp_path / "f")
+    assert (tmp_path / "f").read_text() == "mine"
+
+
+def test_a_name_that_the_checkpoint_needs(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "shard-00000-of-00001.safetensors").write_text("mine")
+    with pytest.raises(CheckpointException, match="is in the way"):
+        save(path)
+    assert os.listdir(path) == ["shard-00000-of-00001.safetensors"]
+    assert not hidden_in(tmp_path)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("at", [1, 2])  # where nothing may be replaced, and then with an exchange
+def test_a_failed_rename_changes_nothing(tmp_path: Path, first: bool, at: int) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    if not first:
+        save(path)
+    (path / "mine").write_text("mine")
+    there = sorted(os.listdir(path))
+    _engine.inject_fault("rename", at=at, error=errno.EIO)
+    with pytest.raises(CheckpointException, match="Input/output error"):
+        save(path, 2)
+    _engine.clear_faults()
+    assert sorted(os.listdir(path)) == there
+    assert (path / "mine").read_text() == "mine"
+    assert first or step_of(path) == 1
+    assert not hidden_in(tmp_path)
+
+
+def test_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine").write_text("mine")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(CheckpointException, match="it could not stay"):
+        save(tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["mine"]
+    assert not hidden_in(tmp_path)
+
+
+def check_killed(path: Path, moment: str) -> None:
+    warnings.simplefilter("ignore")
+    linked = _dcp_commit.keep_others
+    calls: list[str] = []
+
+    def killed(directory: str, new: str) -> bool:
+        calls.append(directory)
+        if (moment, len(calls)) == ("after the rename", 2):
+            die()
+        found = linked(directory, new)
+        if moment == "before the rename":
+            die()
+        return found
+
+    _dcp_commit.keep_others = killed
+    save(path, 2)
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "after the rename"])
+def test_killed(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "c"
+    save(path)
+    (path / "mine").write_text("mine")
+    job = run_plain(check_killed, 1, path, moment, dies=(0,))
+    assert job.codes == [-9], job.outputs[0]
+    assert step_of(path) == (1 if moment == "before the rename" else 2)
+    assert (path / "mine").read_text() == "mine"
+    save(path, 3)
+    assert (path / "mine").read_text() == "mine"
+    assert not hidden_in(tmp_path)
