@@ -75,6 +75,14 @@ BENCHMARKS = (
         ),
         more=True,
     ),
+    Benchmark(
+        "reshard",
+        "reshard_load.py",
+        "Read by other ranks than wrote it",
+        ("--rounds", "3"),
+        quick=("--size-mib", "64", "--rounds", "2"),
+        more=True,
+    ),
     Benchmark("partition", "partition_scale.py", "Who writes what among 10,000 ranks", more=True),
     Benchmark(
         "dcp",

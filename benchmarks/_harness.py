@@ -100,6 +100,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+    settle()
+
+
+def settle() -> None:
+    """Let the file system finish with what has been removed, and take the memory that became free."""
     os.sync()
     _spare.take()
     time.sleep(SETTLE_S)
