@@ -139,6 +139,8 @@ def work(rank: int) -> None:
     for line in sys.stdin:
         task = json.loads(line)
         harness.warm_memory(2 * nbytes // size)
+        if task["do"] != "load":
+            harness.use(arrays.values())
         dist.barrier()
         begin = time.perf_counter()
         if task["do"] == "async":

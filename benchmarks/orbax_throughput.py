@@ -95,6 +95,7 @@ def measure(contender: Contender, state: Any, directory: Path, samples: Samples,
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=contender.asynchronous)
     gc.collect()
     harness.warm_memory(2 * nbytes)
+    harness.use([np.asarray(array) for array in state.values()])
     with ocp.CheckpointManager(directory, options=options) as manager:
         begin = time.perf_counter()
         manager.save(0, args=contender.save(state))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,11 @@ def work(rank: int) -> None:
             dist.barrier()
         return {"begin_s": begin_s, "end_s": end_s}
 
-    serve(nbytes, lambda task: save(task) if task["what"] == "save" else raw(task))
+    def use(task: dict[str, Any]) -> None:
+        harness.use(state.values())
+
+    acts: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {"save": save, "raw": raw, "use": use}
+    serve(nbytes, lambda task: acts[task["what"]](task))
 
 
 def measure(
@@ -113,6 +118,7 @@ def measure(
     for number in range(rounds + 1):
         for count in harness.rotated(writers, number):
             path = directory / "saved"
+            team.tell(what="use")
             took_s, _ = team.begin(what="save", path=str(path), writers=count)
             found[count]["save"].append(team.nbytes / 1e9 / took_s)
             harness.remove(path)

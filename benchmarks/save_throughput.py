@@ -69,11 +69,13 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
     for number in range(args.rounds + 1):
         for ceiling in ceilings:
             ceiling.measure()
-        samples[COPY].append(harness.timed(partial(copy_through, state, buffer), 0))
+        samples[COPY].append(harness.timed(partial(copy_through, state, buffer), 0, state.arrays.values()))
         for contender in harness.rotated(contenders, number):
             path = scratch / f"saved_{number}"
             with contender.ready(state, path) as save:
-                samples[contender.name].append(harness.timed(save, contender.save_memory(nbytes)))
+                samples[contender.name].append(
+                    harness.timed(save, contender.save_memory(nbytes), state.arrays.values())
+                )
             harness.remove(path)
         harness.progress(number, args.rounds)
     # The first round warms up: page cache, staging memory, imports.

@@ -103,13 +103,14 @@ def measure(case: Case, scratch: Path, rounds: int) -> list[dict[str, Any]]:
     """A row for each contender; the first round warms up."""
     nbytes = nbytes_of(case.spec)
     state = State({}, filled(case.spec))
+    arrays = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in state.tensors.values()]
     saves: dict[str, list[harness.Sample]] = {contender.name: [] for contender in CONTENDERS}
     loads: dict[str, list[harness.Sample]] = {contender.name: [] for contender in CONTENDERS}
     for number in range(rounds + 1):
         for contender in harness.rotated(CONTENDERS, number):
             path = scratch / f"saved_{number}"
             save = partial(contender.save, state, path)
-            saves[contender.name].append(harness.timed(save, contender.save_memory(nbytes)))
+            saves[contender.name].append(harness.timed(save, contender.save_memory(nbytes), arrays))
             if contender.load is not None:
                 harness.cool(path)
                 loads[contender.name].append(harness.timed(partial(contender.load, path), 2 * nbytes))

@@ -109,7 +109,7 @@ class _Work:
         make_parents(self.parent, durable=self.config.durable)
         with suppress(FileNotFoundError):
             os.lstat(self.target)  # a name that cannot be is refused now, not after everything is written
-        sweep(self.target)
+        sweep(self.target, keep=self.directory if self._shared else None)
         self._check_target()  # an old checkpoint may have been put back
 
     def _make_directory(self) -> None:

@@ -12,6 +12,7 @@ import stat
 import sys
 from collections.abc import Iterator
 
+from fp_multi import _engine
 from fp_multi.errors import FpMultiError, StorageError
 
 MANIFEST = "manifest.json"
@@ -20,7 +21,8 @@ _log = logging.getLogger("fp_multi")
 _WORK_NAME = re.compile(r"\.(?P<name>.+)\.fp_multi-(?P<what>tmp|old|free)-[0-9a-f]{16}", re.DOTALL)
 _CUT_NAME = re.compile(r".*~[0-9a-f]{16}", re.DOTALL)
 _NAME_MAX = 255
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE)
+_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _WORK_NAME_EXTRA = len("..fp_multi-free-") + 16
 
 
@@ -204,8 +206,15 @@ def remove_tree(path: str) -> None:
     return None
 
 
-def sweep(target: str) -> list[str]:
+def sweep(target: str, keep: str | None = None) -> list[str]:
     """Remove what interrupted saves left beside ``target`` (step 2). Running saves hold a lock and are left alone.
+
+    Other hosts' locks on directories are not seen on network file systems; so only leftovers of the target itself are
+    looked at there, which nobody else saves.
+
+    Args:
+        target: the path that is saved to.
+        keep: a hidden directory of this save, in which other processes may be at work already.
 
     Returns:
         The paths removed or put back.
@@ -213,14 +222,17 @@ def sweep(target: str) -> list[str]:
     done: list[str] = []
     parent, name = os.path.split(target)
     with contextlib.suppress(OSError):
+        only_own = on_network(parent)
         for entry in os.listdir(parent):
             match = _WORK_NAME.fullmatch(entry)
-            if match is None:
-                continue
             path = os.path.join(parent, entry)
+            if match is None or path == keep:
+                continue
             owner = os.path.join(parent, match["name"])
             if match["name"] == _hidden(name):
                 owner = target
+            elif only_own:
+                continue
             elif match["what"] == "old" and _CUT_NAME.fullmatch(match["name"]):
                 continue  # whose it is only a save to that name can tell
             with contextlib.suppress(OSError), held(path) as locked:
@@ -232,14 +244,32 @@ def sweep(target: str) -> list[str]:
 
 def _dispose(path: str, owner: str, what: str) -> None:
     if what == "old":
-        if not os.path.lexists(owner):
+        try:
             os.rename(path, owner)  # step 8b was interrupted between its two renames
             return
+        except OSError as error:
+            if error.errno not in _IS_THERE:
+                raise
         # Half removed it must not be taken for the owner's old checkpoint.
         doomed = work_name(owner, "tmp")
         os.rename(path, doomed)
         path = doomed
     remove_tree(path)
+
+
+def _is_empty(path: str) -> bool:
+    """Whether it is a directory in which nothing is: a rename to it succeeds, as if it was not there."""
+    try:
+        return not os.listdir(path)
+    except OSError:
+        return False
+
+
+def on_network(path: str) -> bool:
+    """Whether other hosts may use the file system on which a path is, or will be."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return _engine.on_network(path)
 
 
 def _find_old(target: str) -> str | None:
@@ -260,7 +290,7 @@ def find(path: str | os.PathLike[str]) -> str | None:
     target = resolve(path)
     if is_checkpoint(target):
         return target
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not _is_empty(target):
         return None
     old = _find_old(target)
     # Without an old one step 8b may have ended between the two looks.

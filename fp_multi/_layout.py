@@ -86,6 +86,17 @@ def chunk_sizes(nbytes: int, chunk_nbytes: int) -> Iterator[int]:
         yield rest
 
 
+def chunk_table(sizes: Sequence[int], chunk_nbytes: int) -> npt.NDArray[np.uint64]:
+    """:func:`chunk_sizes` of many pieces, one after the other: a big state has more chunks than Python counts fast."""
+    nbytes = np.array(sizes, np.int64)
+    nbytes = nbytes[nbytes > 0]
+    counts = -(-nbytes // chunk_nbytes)
+    ends = np.cumsum(counts)
+    chunks = np.full(ends[-1] if len(ends) else 0, chunk_nbytes, np.uint64)
+    chunks[ends - 1] = nbytes - (counts - 1) * chunk_nbytes
+    return chunks
+
+
 def chunk_count(nbytes: int, chunk_nbytes: int) -> int:
     """Number of checksum chunks of a piece."""
     return -(-nbytes // chunk_nbytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp_multi import _engine, _engines, _staging
-from fp_multi._layout import chunk_nbytes_for, chunk_sizes
+from fp_multi._layout import chunk_nbytes_for, chunk_table
 from fp_multi._types import LeafSource, ShardReceipt
 from fp_multi.config import SaveConfig
 from fp_multi.errors import StorageError
@@ -114,21 +114,16 @@ def start_write(
         spill_nbytes: a fence may come and copy at most so much; its memory is touched while the write runs.
     """
     parts = _staging.extents(header, sources, config.block_bytes)
-    chunks = [len(header)] if header else []
     if sizes is None:
         sizes = [source.nbytes for source in sources]
     if chunk_nbytes is None:
         chunk_nbytes = chunk_nbytes_for(sum(sizes), config.chunk_bytes)
-    for nbytes in sizes:
-        if 0 < nbytes <= chunk_nbytes:
-            chunks.append(nbytes)
-        elif nbytes:
-            chunks.extend(chunk_sizes(nbytes, chunk_nbytes))
+    chunks = np.concatenate([chunk_table([len(header)], max(len(header), 1)), chunk_table(sizes, chunk_nbytes)])
     try:
         job = _engines.engine("write", slot).submit_write(
             path,
             parts.table,
-            np.array(chunks, np.uint64),
+            chunks,
             parts.layouts,
             reuse=reuse,
             durable=config.durable,
@@ -140,7 +135,7 @@ def start_write(
     except BaseException:
         _staging.release(parts)
         raise
-    return PendingWrite(path, sum(chunks), parts, job)
+    return PendingWrite(path, len(header) + sum(sizes), parts, job)
 
 
 def write_bytes(path: str, data: bytes, config: SaveConfig) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from fp_multi import _commit, _eager, _engines
+from fp_multi import _commit, _eager, _engines, _hidden
 from fp_multi._advice import Advice
 from fp_multi._arguments import require, whole_number
 from fp_multi._comm import Comm
@@ -59,7 +59,7 @@ class Checkpointer(StepReader):
             over, with its :class:`PendingSave`: ``progress``, ``done``, ``error`` and ``report`` tell.
         comm: the processes that save together, as for :func:`fp_multi.save`. All of them make the Checkpointer, and
             call ``save`` and ``restore`` in the same order; they agree on each save in the background. Files are
-            recycled with one save in flight only.
+            recycled with one save in flight only, and not on network file systems.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -118,11 +118,13 @@ class Checkpointer(StepReader):
         path = _commit.resolve(directory)
         _commit.make_parents(path, durable=config.durable)
         complete_steps(path)  # says now if it is no directory, or not ours to read
+        # Another host's lock on the step that it reads is not seen on a network file system, so nothing is overwritten.
+        recycle = recycle and (comm is None or (max_in_flight == 1 and not _hidden.on_network(path)))
         retention = Retention(
             path,
             keep=keep if leads else None,
             keep_every=keep_every,
-            spares=max_in_flight if recycle and (comm is None or max_in_flight == 1) else 0,
+            spares=max_in_flight if recycle else 0,
             durable=config.durable,
         )
         super().__init__(path, load_config, retention, comm)

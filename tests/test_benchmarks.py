@@ -120,7 +120,8 @@ def test_report_shows_all_that_is_there(report: Report) -> None:
     assert "a &lt;fast&gt; one" in page
     # What has no result file is named with the command that makes it.
     absent = report.module.absent_from(report.found)
-    assert {benchmark.name for benchmark in absent} == {"save_many_leaves", "load_many_leaves", "orbax_many_leaves"}
+    expected = {"save_many_leaves", "load_many_leaves", "orbax_many_leaves", "reshard"}
+    assert {benchmark.name for benchmark in absent} == expected
     assert all(benchmark.command in page for benchmark in absent)
     assert "contenders.py" not in page
 

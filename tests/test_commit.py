@@ -448,3 +448,47 @@ def test_a_failed_last_flush_is_undone_without_renameat2(
     assert os.listdir(tmp_path) == (["c"] if old else [])
     if old:
         assert fp.load(tmp_path / "c") == {"v": 1}
+
+
+def test_an_empty_directory_does_not_cost_the_old_one(old):
+    """Killed between the two renames; then somebody makes the directory, as trainers do."""
+    aside = Path(_commit.work_name(str(old), "old"))
+    old.rename(aside)
+    old.mkdir()
+    assert_same(fp.load(old), OLD)
+    save(old.parent / "neighbour")
+    assert_same(fp.load(old), OLD)
+    assert hidden_names(old.parent) == []
+    # Anything that is really there is nobody's to replace.
+    old.rename(aside)
+    old.mkdir()
+    (old / "notes.txt").write_text("mine")
+    save(old.parent / "neighbour", overwrite=True)
+    assert (old / "notes.txt").read_text() == "mine"
+
+
+def test_on_a_network_file_system_only_own_leftovers_are_swept(tmp_path, monkeypatch):
+    """Other hosts' locks on directories are not seen there."""
+    assert not _engine.on_network(str(tmp_path))
+    monkeypatch.setattr(_engine, "on_network", lambda path: True)
+    of_others, own = (
+        Path(_commit.work_name(str(tmp_path / "b"), "tmp")),
+        Path(_commit.work_name(str(tmp_path / "a"), "tmp")),
+    )
+    of_others.mkdir()
+    own.mkdir()
+    save(tmp_path / "a")
+    assert of_others.exists()
+    assert not own.exists()
+
+
+def test_a_save_does_not_sweep_its_own_directory(tmp_path, monkeypatch):
+    """A member on another host, whose lock is not seen, may have made it first."""
+    target = str(tmp_path / "c")
+    directory = Path(_commit.work_name(target, "tmp", "0123456789abcdef"))
+    directory.mkdir()
+    (directory / "shard").write_bytes(b"of a member")
+    with _commit.DirectoryCommit(
+        target, fp.SaveConfig(), overwrite=False, nbytes=0, token="0123456789abcdef"
+    ) as commit:
+        assert (Path(commit.path) / "shard").read_bytes() == b"of a member"

@@ -349,6 +349,7 @@ NB_MODULE(_engine, m) {
   m.def("crc32c_implementation", &fp::crc32c_implementation);
 
   m.def("fsync_path", [](const FsPath& path) { return -fp::sys::fsync_path(path.text); }, NoGil(), "path"_a);
+  m.def("on_network", [](const FsPath& path) { return fp::sys::on_network(path.text); }, NoGil(), "path"_a);
   m.def(
       "write_file",
       [](const FsPath& path, nb::bytes data, bool durable) {

@@ -7,10 +7,13 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <iterator>
 
 #include "abi.h"
 #include "align.h"
@@ -141,6 +144,27 @@ Dio dio_alignment(int fd, uint32_t& mem_align, uint32_t& offset_align) {
   mem_align = st.dio_mem_align;
   offset_align = st.dio_offset_align;
   return offset_align ? Dio::supported : Dio::unsupported;
+}
+
+bool on_network(const std::string& path) {
+  // From the kernel's list of file systems (statfs(2)), and of those that live outside of it.
+  static constexpr uint32_t kKinds[] = {
+      0x6969,      // NFS
+      0x517B,      // SMB
+      0xFE534D42,  // SMB 2
+      0xFF534D42,  // CIFS
+      0x0BD00BD0,  // Lustre
+      0x00C36400,  // Ceph
+      0x47504653,  // GPFS
+      0x19830326,  // BeeGFS
+      0xAAD7AAEA,  // PanFS
+      0x65735546,  // FUSE: whoever is behind it
+      0x01021997,  // 9p
+      0x5346414F,  // AFS
+  };
+  struct statfs st{};
+  if (::statfs(path.c_str(), &st) != 0) return false;
+  return std::find(std::begin(kKinds), std::end(kKinds), static_cast<uint32_t>(st.f_type)) != std::end(kKinds);
 }
 
 bool no_cow(int fd) {

@@ -33,6 +33,10 @@ int rename(const std::string& from, const std::string& to, unsigned mode);
 enum class Dio { unknown, unsupported, supported };
 Dio dio_alignment(int fd, uint32_t& mem_align, uint32_t& offset_align);
 
+// Whether other hosts may have the file system, too, whose locks are not ours: NFS, SMB, Lustre, Ceph, FUSE and the
+// like.
+bool on_network(const std::string& path);
+
 // Whether the file's blocks are overwritten in place and have no checksums (btrfs: `chattr +C`, `nodatacow`).
 bool no_cow(int fd);
 
