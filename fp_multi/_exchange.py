@@ -25,7 +25,7 @@ from fp_multi._format import Manifest, Tensor
 from fp_multi._layout import BRIDGE_NBYTES, align_up
 from fp_multi._machine import host_of
 from fp_multi._messages import missing
-from fp_multi._partial import CheckpointReader, ReadRequest, identity_of, room_for, size_of
+from fp_multi._partial import CheckpointReader, ReadRequest, fetch, identity_of, look, room_for, size_of
 from fp_multi._together import Together
 from fp_multi._types import Box
 from fp_multi.errors import CommError
@@ -235,9 +235,7 @@ class _Exchange:
     def run(self, requests: dict[int, ReadRequest]) -> dict[int, _Bytes]:
         """Read; the bytes of each request by its number."""
         tensors = self._reader.manifest.tensors
-        _assemble.raise_faults(
-            _assemble.shard_faults(self._reader.directory, self._reader.manifest), self._reader.directory
-        )
+        look(self._reader)
         outs: dict[int, _Bytes] = {}
         by_tensor: dict[int, list[tuple[Box, _Bytes]]] = {}
         for number, request in requests.items():
@@ -304,11 +302,7 @@ class _Exchange:
                     return
                 address = _engine.address_of(_place_of(memory, turn))
                 requests = [_assemble.Request(lot.tensor, address + lot.begin, lot.box) for lot in slab]
-                faults, moved = _assemble.fetch(
-                    self._reader.directory, self._reader.manifest, requests, self._reader.config, memory
-                )
-                self._reader.drive_nbytes += moved
-                _assemble.raise_faults(faults, self._reader.directory)
+                fetch(self._reader, requests, memory)
                 memory.filled = turn + 1
         except BaseException as error:  # raised by run()
             self._error = error

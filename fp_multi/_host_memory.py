@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp_multi import _engine
+from fp_multi._memfd import NAME, memfd
 
-_NAME = "fp_multi"
 _HEAD_NBYTES = 192
 """The data is on no page's edge, so that the engine reads into its own huge pages and copies: a drive is slower with
 the small pages that this memory is made of than both together."""
@@ -89,7 +89,7 @@ def share(nbytes: int) -> Owned:
     Raises:
         OSError: there is not so much, or no such memory on this system.
     """
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    fd = memfd()
     try:
         os.posix_fallocate(fd, 0, _HEAD_NBYTES + nbytes)  # or a page that cannot be had would end the process later
         return Owned(fd, Address(os.getpid(), fd, os.urandom(_TOKEN_NBYTES), nbytes))
@@ -106,7 +106,7 @@ def attach(address: Address) -> HostMemory:
     """
     path = f"/proc/{address.pid}/fd/{address.fd}"
     # In another namespace the number is somebody else's, whose file is not to be opened just to see what it is.
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+    if not os.readlink(path).startswith(f"/memfd:{NAME}"):
         raise FileNotFoundError(f"{path} is not memory of fp_multi")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

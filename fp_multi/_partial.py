@@ -18,7 +18,7 @@ from fp_multi._format import Manifest
 from fp_multi._tree import TreeLeaf, decode, tree_paths
 from fp_multi._types import Box
 from fp_multi.config import LoadConfig
-from fp_multi.errors import TargetMismatchError
+from fp_multi.errors import StorageError, TargetMismatchError
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -51,6 +51,7 @@ class CheckpointReader:
         """Bytes of the parts read so far."""
         self.drive_nbytes = 0
         """What the drive gave for them: whole pages, and whole chunks to compare their checksums."""
+        self._has_looked = False
 
     def leaves(self) -> Iterable[TreeLeaf]:
         """Every place of the state: readable path, and tensor index or plain value."""
@@ -90,7 +91,7 @@ class CheckpointReader:
         if not requests:
             return []
         manifest = self.manifest
-        _assemble.raise_faults(_assemble.shard_faults(self.directory, manifest), self.directory)
+        look(self)
         known: dict[tuple[int, Box | None], int] = {}
         firsts = []
         for number, request in enumerate(requests):
@@ -110,18 +111,11 @@ class CheckpointReader:
         for batch in _passes(distinct, requests):
             wanted = [number for number in batch if sizes[number]]
             places = _reader.addresses([buffers[number] for number in wanted]).tolist()
-            faults, moved = _assemble.fetch(
-                self.directory,
-                manifest,
-                [
-                    _assemble.Request(requests[number].tensor, address, requests[number].box)
-                    for number, address in zip(wanted, places, strict=True)
-                ],
-                self.config,
-                buffers,
-            )
-            self.drive_nbytes += moved
-            _assemble.raise_faults(faults, self.directory)
+            pieces = [
+                _assemble.Request(requests[number].tensor, address, requests[number].box)
+                for number, address in zip(wanted, places, strict=True)
+            ]
+            fetch(self, pieces, buffers)
         self.wanted_nbytes += sum(sizes.values())
         return [
             self._result(request, requests[first].out is not None, buffers[first])
@@ -155,6 +149,40 @@ class CheckpointReader:
                 f"{tensor.name}: the box at {box.start} of {box.length} is not inside the shape {tuple(tensor.shape)}"
             )
         return nbytes
+
+
+def look(reader: CheckpointReader, *, again: bool = False) -> None:
+    """Compare the shards' sizes with the manifest, before the first part of a checkpoint is read.
+
+    Raises:
+        CorruptCheckpointError: a shard is missing, or has another size.
+    """
+    if again or not reader._has_looked:
+        _assemble.raise_faults(_assemble.shard_faults(reader.directory, reader.manifest), reader.directory)
+        reader._has_looked = True
+
+
+def fetch(reader: CheckpointReader, requests: Sequence[_assemble.Request], keep: object) -> None:
+    """Read into memory, count what the drive gave, and raise what is wrong.
+
+    Args:
+        reader: the checkpoint.
+        requests: no two of them want the same byte.
+        keep: owns the memory.
+
+    Raises:
+        CorruptCheckpointError: bytes are not what was written.
+        StorageError: a system call failed.
+    """
+    try:
+        faults, moved = _assemble.fetch(reader.directory, reader.manifest, requests, reader.config, keep)
+    except StorageError:
+        look(reader, again=True)  # a shard that was cut or removed since then is the better answer
+        raise
+    reader.drive_nbytes += moved
+    if faults:
+        look(reader, again=True)
+        _assemble.raise_faults(faults, reader.directory)
 
 
 def size_of(reader: CheckpointReader, request: ReadRequest) -> int:

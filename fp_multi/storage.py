@@ -43,6 +43,7 @@ from fp_multi._hidden import unlock as unlock
 from fp_multi._hidden import work_name as work_name
 from fp_multi._layout import chunk_nbytes_for as chunk_nbytes_for
 from fp_multi._machine import host_of as host_of
+from fp_multi._memfd import memfd as memfd
 from fp_multi._part import Part as Part
 from fp_multi._part import PartWrite as PartWrite
 from fp_multi._part import combine as combine
@@ -91,6 +92,7 @@ __all__ = [
     "itemsize",
     "lay_out_shard",
     "make_parents",
+    "memfd",
     "mkdir",
     "narrowed",
     "plan",

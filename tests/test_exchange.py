@@ -15,7 +15,7 @@ from ranks import config, make_comm, said
 from support import assert_same, check_child, flip
 
 import fp_multi as fp
-from fp_multi import _exchange, _host_memory, _partial, errors
+from fp_multi import _assemble, _exchange, _host_memory, _memfd, _partial, errors
 from fp_multi._types import Box
 
 SHAPES = {"even": (512, 1024), "odd": (1009, 531), "deep": (7, 60, 300), "few": (8, 20_000), "tiny": (5, 6)}
@@ -144,6 +144,10 @@ def check_trouble(directory: str) -> dict[str, str]:
             if rank == size - 1:
                 patch.setattr(_host_memory, name, no_memory)
             assert_parts(load(), columns)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == size - 1:
+            patch.delattr(os, "memfd_create")  # as in Pythons that were built for an old C library
+        assert_parts(load(), columns)
 
     def together() -> None:
         comm.all_gather(np.zeros(1, np.uint8), np.zeros(size, np.uint8))
@@ -268,6 +272,39 @@ assert memory.data.sum() == 255
 memory.data[:] = 1
 memory.emptied = 9
 """
+
+
+def test_the_shards_are_looked_at_once(reader, monkeypatch):
+    looks = []
+    look = _assemble.shard_faults
+    monkeypatch.setattr(_assemble, "shard_faults", lambda *them: looks.append(them) or look(*them))
+    for tensor in range(len(reader.manifest.tensors)):
+        reader.read([fp.ReadRequest(tensor)])
+    assert len(looks) == 1
+    # And again when something is wrong, because that may be it.
+    file = Path(reader.directory) / reader.manifest.shards[0].file
+    os.truncate(file, 100)
+    with pytest.raises(errors.TruncatedShardError):
+        reader.read([fp.ReadRequest(0)])
+    file.unlink()
+    with pytest.raises(errors.MissingShardError):
+        reader.read([fp.ReadRequest(0)])
+
+
+@pytest.mark.parametrize("refused", [[], [errno.EINVAL]])
+def test_memory_that_nobody_can_execute(monkeypatch, refused):
+    """Where the system has it."""
+    create, flags = os.memfd_create, []
+
+    def one_that_may_be_old(name: str, flag: int) -> int:
+        flags.append(flag)
+        if len(flags) <= len(refused):
+            raise OSError(refused[len(flags) - 1], "refused")
+        return create(name, flag)
+
+    monkeypatch.setattr(os, "memfd_create", one_that_may_be_old)
+    os.close(_memfd.memfd())
+    assert [bool(flag & 0x8) for flag in flags] == [True, False][: 1 + len(refused)]
 
 
 def test_memory_of_another_process():

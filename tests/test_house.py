@@ -25,7 +25,7 @@ NATIVE = sorted(p for p in (CORE / "_native").iterdir() if p.suffix in (".cpp", 
 # From the bottom up. A module imports only from rows above its own.
 LEVELS = (
     # nothing of ours
-    {"errors", "_engine", "_collector", "_version"},
+    {"errors", "_engine", "_collector", "_version", "_memfd"},
     # the vocabulary
     {"_policy", "_arguments"},
     {"config", "_types", "_hidden", "_advice", "_crew", "_kernel", "_rate_cache"},

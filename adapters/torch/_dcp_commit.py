@@ -27,7 +27,7 @@ from fp_multi.storage import (
     unlock,
 )
 
-from ._dcp_keep import keep_others, others_in
+from ._dcp_keep import Keeper, others_in, take_on
 
 _busy: dict[str, CoordinatorCommit | RankCommit] = {}
 """By directory: who works in it in this process. One that its thread has left may be replaced."""
@@ -87,6 +87,7 @@ class CoordinatorCommit(_Owned, DirectoryCommit):
 
     def __enter__(self) -> Self:
         self._take()
+        self._keeper = Keeper(self.directory)
         early = None
         try:
             with translated("prepare", self.target):
@@ -95,7 +96,10 @@ class CoordinatorCommit(_Owned, DirectoryCommit):
                 # Locked before the sweep: where a planner has a plan cache of its own, a rank may have written already.
                 mkdir(self.directory)
                 early = claim(self.directory, shared=True)
-            return super().__enter__()
+            super().__enter__()
+            with translated("prepare", self.target):
+                self._keeper.keep(self.target, self.directory, is_early=True)
+            return self
         except BaseException:
             if early is not None and self._lock is None:
                 remove_tree(self.directory)
@@ -109,12 +113,13 @@ class CoordinatorCommit(_Owned, DirectoryCommit):
         check_target(self.target, overwrite=self.overwrite)
 
     def _swap(self) -> str | None:
-        if os.path.isdir(self.target) and keep_others(self.target, self.directory):
+        if self._keeper.keep(self.target, self.directory):
+            take_on(self.target, self.directory)
             self._fsync(self.directory)
         old: str | None = super()._swap()
         if old is not None:
             try:
-                if keep_others(old, self.target):  # what came meanwhile
+                if self._keeper.keep(old, self.target):  # what came meanwhile
                     self._fsync(self.target)
             except BaseException:
                 self._undo(old)

@@ -69,32 +69,52 @@ class CopyPool:
         self._idle: list[_Copier] = []  # append and pop are atomic
         self._closed = False
 
-    def copied(self, state: Any) -> tuple[Any, Callable[[], None]]:
+    def copied(self, state: Any) -> tuple[Any, PoolMemory]:
         """Copy a state.
 
         Returns:
-            The copy, and what to call when it is not needed any more and nobody else can have it.
+            The copy, and its memory.
         """
         self._closed = False
         try:
             copier = self._idle.pop()
         except IndexError:
             copier = _Copier(set(), None, shared=False)
-        content = copier.stage(state)
+        memory = PoolMemory(self, copier)
+        try:
+            return copier.stage(state), memory
+        except BaseException:
+            memory.discard()
+            raise
 
-        def give_back() -> None:
-            if self._closed:
-                copier.close()  # type: ignore[no-untyped-call]
-            else:
-                self._idle.append(copier)
-
-        return content, give_back
+    def take_back(self, copier: _Copier) -> None:
+        """Use its memory for another copy."""
+        if self._closed:
+            copier.close()  # type: ignore[no-untyped-call]
+        else:
+            self._idle.append(copier)
 
     def close(self) -> None:
         """Let the memory go; that of copies in use when they are given back."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()  # type: ignore[no-untyped-call]
+
+
+class PoolMemory:
+    """The memory of one copy; either of the two is called, once."""
+
+    def __init__(self, pool: CopyPool, copier: _Copier) -> None:
+        self._pool = pool
+        self._copier = copier
+
+    def give_back(self) -> None:
+        """The copy is not needed any more, and nobody else can have it."""
+        self._pool.take_back(self._copier)
+
+    def discard(self) -> None:
+        """The memory goes with the copy. A copier that is not closed refers to itself, and would keep both."""
+        self._copier.close()  # type: ignore[no-untyped-call]
 
 
 class _Copier(StateDictStager):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 from fp_multi.errors import ConfigError
 from fp_multi.storage import PartWrite, WriteJob
 
-from ._dcp_copies import copied
+from ._dcp_copies import PoolMemory, copied
 
 _TICK_S = 0.02
 _BIND_S = 10.0
@@ -25,7 +25,8 @@ class Loan:
         content: the state.
         steady: where the storages begin that are borrowed.
         spill_nbytes: most that the fence copies; 0 if it waits for the drive.
-        given_back: called when a save in this process has read all of it, and not if it goes to another process.
+        memory: of the state, if it is a copy. It is given back when a save in this process has read all of it, and let
+            go if the state goes to another process, or nobody has it any more.
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class Loan:
         content: dict[str, Any],
         steady: set[int],
         spill_nbytes: int,
-        given_back: Callable[[], None] | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         self.spill_nbytes = spill_nbytes
-        self._given_back = given_back
+        self._memory = memory
+        self._let_go = None if memory is None else weakref.finalize(self, memory.discard)
+        if self._let_go is not None:
+            self._let_go.atexit = False
         self._content: dict[str, Any] | None = content
         self._steady = steady
         self._lock = threading.Lock()  # guards what is below
@@ -59,7 +63,7 @@ class Loan:
         with self._lock:
             if not self._over and self._thread is None:
                 self._thread = threading.current_thread()
-                _saving.loan = self
+                _saving.loan = weakref.ref(self)  # what is never ended here is to end with the state itself
                 self._bound.set()
             return self._there()
 
@@ -69,7 +73,8 @@ class Loan:
             if not self._over and self._steady:
                 self._content = copied(self._there(), set(), only=self._steady, shared=True)
             content = self._there()
-            self._given_back = None
+        if self._let_go is not None:
+            self._let_go()
         self.end()
         return content
 
@@ -87,12 +92,11 @@ class Loan:
             self._over = True
             self._content = None
             self._jobs = []
-            given_back, self._given_back = self._given_back, None
-        if given_back is not None:
-            given_back()
+        if self._memory is not None and self._let_go is not None and self._let_go.detach() is not None:
+            self._memory.give_back()
         self._bound.set()
         self._begun.set()
-        if getattr(_saving, "loan", None) is self:
+        if loan_here() is self:
             _saving.loan = None
 
     def _there(self) -> dict[str, Any]:
@@ -151,5 +155,5 @@ class Lent(dict[str, Any]):
 
 def loan_here() -> Loan | None:
     """The loan whose state the save in this thread saves."""
-    found: Loan | None = getattr(_saving, "loan", None)
-    return found
+    found: weakref.ref[Loan] | None = getattr(_saving, "loan", None)
+    return None if found is None else found()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp_multi.errors import CommError
-from fp_multi.storage import host_of
+from fp_multi.storage import host_of, memfd
 
 PATIENCE_S = 60.0
 """How long a rank waits for the next block before it reads alone."""
@@ -55,8 +55,8 @@ class Listener:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.close = weakref.finalize(self, self._socket.close)
-        """From now on nobody reaches this rank."""
+        self.close = weakref.finalize(self, _refuse, self._socket)
+        """From now on nobody reaches this rank; who waits to be let in is told at once."""
         self._socket.bind("")  # the kernel chooses a name that no file has
         self._socket.listen(1024)
         self.address: bytes = self._socket.getsockname()
@@ -68,10 +68,11 @@ class Listener:
     def accept(self) -> socket.socket:
         """The next connection of this user."""
         connection, _ = self._socket.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+        try:
+            _check_user(connection)
+        except OSError:
             connection.close()
-            raise PermissionError("a process of another user")
+            raise
         return connection
 
 
@@ -104,6 +105,7 @@ class Peers:
                 out = self._outs[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 out.settimeout(PATIENCE_S)
                 out.connect(address)
+                _check_user(out)  # the name of a rank that is gone is anybody's
                 socket.send_fds(out, [_HELLO.pack(token, self._rank)], [self._fd], socket.MSG_NOSIGNAL)
             missing = set(addresses)
             poll = select.poll()
@@ -172,6 +174,22 @@ class Peers:
         os.close(self._fd)
 
 
+def _refuse(listening: socket.socket) -> None:
+    """Close for all who come, and who have come; a forked child may have the socket, too, so that closing is not it."""
+    with contextlib.suppress(OSError):
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.setblocking(False)
+        while True:
+            listening.accept()[0].close()
+    listening.close()
+
+
+def _check_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+        raise PermissionError("a process of another user")
+
+
 @contextlib.contextmanager
 def _lost(what: str) -> Iterator[None]:
     try:
@@ -190,7 +208,7 @@ def _expect(connection: socket.socket, number: int, rank: int) -> None:
 def _new_memory(nbytes: int) -> tuple[int, Memory]:
     """Memory without a name, which can be handed to other processes, and its descriptor."""
     with _lost(f"get {nbytes} bytes of shared memory"):
-        fd = os.memfd_create("fp_multi", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd()
         try:
             # All of it now: that there is none must not turn out as SIGBUS.
             os.posix_fallocate(fd, 0, max(nbytes, mmap.PAGESIZE))

@@ -58,6 +58,7 @@ def read_together(
         finally:
             peers.close()
     except PeerLostError as error:
+        listener.close()  # or the others would wait for this rank
         _log.warning(
             "the ranks of this host read no longer together, rank %d reads the rest alone: %s", orders.rank, error
         )
@@ -79,26 +80,37 @@ def _run(
         if orders.rank in block.takers
         for rank in (block.takers if block.reader == orders.rank else (block.reader,))
     }
-    peers.meet(listener, orders.token, {rank: orders.addresses[rank] for rank in near - {orders.rank}})
+    try:
+        peers.meet(listener, orders.token, {rank: orders.addresses[rank] for rank in near - {orders.rank}})
+    finally:
+        listener.close()
     serving = _Serving(peers, plan, mine, reader)
     thread = threading.Thread(target=serving, name="fp_multi: read for all", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         raise PeerLostError(f"there is no thread to read for all: {error}") from error
+    lost: PeerLostError | None = None
     try:
         for number, block in enumerate(plan.blocks):
             if orders.rank in block.takers:
                 memory = peers.receive(number, block.reader)
                 taking.take(block, memory[_slot(block, plan) :])
                 peers.taken(number, block.reader)
+    except PeerLostError as error:
+        lost = error
+        peers.hang_up()
     except BaseException:
         peers.hang_up()
         raise
     finally:
         thread.join()
-    if serving.error is not None:
-        raise PeerLostError(f"reading for all failed: {serving.error}") from serving.error
+    failed = serving.error
+    # A peer that is lost is lost for both; anything else that stopped the reading is why nothing came any more.
+    if failed is not None and (lost is None or not isinstance(failed, PeerLostError)):
+        raise PeerLostError(f"reading for all failed: {failed}") from failed
+    if lost is not None:
+        raise lost
 
 
 def _slot(block: Block, plan: HostPlan) -> int:

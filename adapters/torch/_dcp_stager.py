@@ -98,8 +98,8 @@ class AsyncStager:
         """What ``async_save`` calls: the state for the background save, whose borrowed tensors are the caller's own."""
         lent = set() if self.overlap == "snapshot" else steady(one for one, _ in self._optimizers.values())
         if not lent:
-            everything, give_back = self._copies.copied(state_dict)
-            return Lent(Loan(everything, lent, self._spill_nbytes, give_back))
+            everything, memory = self._copies.copied(state_dict)
+            return Lent(Loan(everything, lent, self._spill_nbytes, memory))
         content: dict[str, Any] = copied(state_dict, lent)
         loan = Loan(content, lent, self._spill_nbytes)
         self._loans = [one for one in self._loans if not one.is_over]

@@ -42,6 +42,11 @@ class _Save:
     """One save in one thread."""
 
     path: AnyPath | None
+    """Where it goes."""
+    checkpoint_id: AnyPath | None
+    """What DCP calls that; not the same for a rank that saves alone."""
+    save_id: str
+    """DCP's name for it."""
     thread: threading.Thread
     rank: int = 0
     is_set_up: bool = False
@@ -136,7 +141,7 @@ class StorageWriter(storage.StorageWriter):
 
     def _new(self) -> None:
         self.save_id = str(uuid.uuid4())
-        """DCP's name for the save that comes next, or is under way."""
+        """DCP's name for the save that comes next, or began last."""
         self._saves: dict[int, _Save] = {}
         """By thread: saves of one writer may overlap."""
         weakref.finalize(self, _drop_all, self._saves)
@@ -182,28 +187,31 @@ class StorageWriter(storage.StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """What DCP keeps about the storage."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+        save = self._saves.get(threading.get_ident())
+        if save is None:
+            return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=save.checkpoint_id, save_id=save.save_id)
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """A new save begins."""
         path = self.path if checkpoint_id is None else checkpoint_id
-        self.path = path
-        self.save_id = str(uuid.uuid4())
-        self._begin(path)
+        save_id = str(uuid.uuid4())
+        self.path, self.save_id = path, save_id
+        self._begin(path, save_id)
 
-    def _begin(self, path: AnyPath | None) -> _Save:
+    def _begin(self, path: AnyPath | None, save_id: str) -> _Save:
         # A save that was given up elsewhere is over when its thread does something else, or has ended.
         here = threading.current_thread()
         for number, before in list(self._saves.items()):
             if before.thread is here or not before.thread.is_alive():
                 del self._saves[number]
                 before.drop()
-        save = self._saves[threading.get_ident()] = _Save(path, here)
+        save = self._saves[threading.get_ident()] = _Save(path, path, save_id, here)
         return save
 
     def _save(self) -> _Save:
         save = self._saves.get(threading.get_ident())
-        return self._begin(self.path) if save is None else save
+        return self._begin(self.path, self.save_id) if save is None else save
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See ``torch.distributed.checkpoint.StorageWriter``.
@@ -213,7 +221,7 @@ class StorageWriter(storage.StorageWriter):
         """
         save = self._save()
         if save.is_set_up:
-            save = self._begin(self.path)
+            save = self._begin(save.checkpoint_id, save.save_id)
         save.is_set_up = True
         save.rank = int(kwargs.get("rank") or 0)
         save.is_alone = not kwargs.get("use_collectives", True)
@@ -330,13 +338,13 @@ class StorageWriter(storage.StorageWriter):
         (commit,) = save.commits.values()
         try:
             reports = [decode_report(one.storage_data) for result in results for one in result]
-            manifest = build_manifest(commit.path, metadata, reports, self.metadata, save_id=self.save_id)
+            manifest = build_manifest(commit.path, metadata, reports, self.metadata, save_id=save.save_id)
             commit.write_manifest(encode_manifest(manifest, crc32c))
             commit.publish()
         finally:
             save.drop()
             self._saves.pop(threading.get_ident(), None)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.checkpoint_id, save_id=save.save_id)
         metadata.version = DCP_VERSION
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import fp_multi as fp  # noqa: E402
 from fp_multi.adapters.torch.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
@@ -244,6 +247,56 @@ def test_a_save_that_fails_keeps_its_memory(tmp_path: Path, training: Training) 
     before = dict(flat(training.state()))
     training.start(tmp_path / "c", stager).result(HANG_LIMIT_S)
     check(tmp_path / "c", before, Training())
+    stager.close()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def memory_of(staged: dict[str, Any]) -> StorageWeakRef:
+    return StorageWeakRef(staged["model"]["0.weight"].untyped_storage())
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("what", ["nothing", "sent", "saved by another writer"])
+def test_memory_that_is_not_given_back_goes_with_the_copy(tmp_path: Path, training: Training, what: str) -> None:
+    """Without a garbage collection; of whole models there may be no time to wait for one."""
+    stager = AsyncStager("snapshot")
+    lent = stager.stage(training.state())
+    memory = memory_of(lent)
+    if what == "sent":
+        pickle.dumps(lent)
+    elif what == "saved by another writer":
+        dcp.save(lent, checkpoint_id=tmp_path / "c", storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
+    assert not memory.expired()
+    del lent
+    assert memory.expired()
+    again = stager.stage(training.state())
+    assert dict(flat(again)).keys() == dict(flat(training.state())).keys()
+    stager.close()
+
+
+def test_saves_of_one_writer_that_overlap(tmp_path: Path, training: Training) -> None:
+    """Each one's metadata name its own path, and its own save."""
+    writer, stager = StorageWriter(config=QUICK), AsyncStager("snapshot")
+    planners = [Held(), Held()]
+    futures = []
+    for step, planner in enumerate(planners):
+        futures.append(training.start(tmp_path / str(step), stager, storage_writer=writer, planner=planner))
+        assert planner.reached.wait(HANG_LIMIT_S)
+    for planner in planners:
+        planner.go_on.set()
+    metas = [future.result(HANG_LIMIT_S).storage_meta for future in futures]
+    assert [meta.checkpoint_id for meta in metas] == [tmp_path / "0", tmp_path / "1"]
+    assert metas[0].save_id != metas[1].save_id
+    for step, meta in enumerate(metas):
+        found = StorageReader(tmp_path / str(step)).read_metadata().storage_meta
+        assert found.save_id == meta.save_id
     stager.close()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import fp_multi as fp  # noqa: E402
 from fp_multi import _engine  # noqa: E402
-from fp_multi.adapters.torch import _dcp_commit  # noqa: E402
+from fp_multi.adapters.torch import _dcp_keep  # noqa: E402
+from fp_multi.adapters.torch._dcp_keep import Keeper  # noqa: E402
 from fp_multi.adapters.torch.dcp import StorageReader, StorageWriter  # noqa: E402
 
 NUMBERS = torch.arange(1000.0)
@@ -104,17 +106,17 @@ def test_files_that_come_meanwhile_stay(tmp_path: Path, monkeypatch: pytest.Monk
     save(path)
     save(path, 2, planner=Meanwhile(path))
     assert (path / "meanwhile").read_text() == "new"
-    linked = _dcp_commit.keep_others
+    linked = Keeper.keep
 
-    def then_another(directory: str, new: str) -> bool:
-        found = linked(directory, new)
-        if directory == str(path):
+    def then_another(this: Keeper, directory: str, new: str, *, is_early: bool = False) -> bool:
+        found = linked(this, directory, new, is_early=is_early)
+        if not is_early and directory == str(path):
             (path / "last").write_text("after the links, before the rename")
             (path / "other").write_text("newer")
             (path / "other").rename(path / "meanwhile")
         return found
 
-    monkeypatch.setattr(_dcp_commit, "keep_others", then_another)
+    monkeypatch.setattr(Keeper, "keep", then_another)
     save(path, 3)
     assert step_of(path) == 3
     assert (path / "last").read_text() == "after the links, before the rename"
@@ -180,7 +182,15 @@ def test_a_failed_rename_changes_nothing(tmp_path: Path, first: bool, at: int) -
     assert not hidden_in(tmp_path)
 
 
+class Unreached(dcp.DefaultSavePlanner):
+    """Not to be asked for data."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        raise AssertionError("something was written")
+
+
 def test_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out before anything is written."""
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "mine").write_text("mine")
 
@@ -189,37 +199,157 @@ def test_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "link", refused)
     with pytest.raises(CheckpointException, match="it could not stay"):
-        save(tmp_path / "c")
+        save(tmp_path / "c", planner=Unreached())
     assert os.listdir(tmp_path / "c") == ["mine"]
     assert not hidden_in(tmp_path)
 
 
-def check_killed(path: Path, moment: str) -> None:
-    warnings.simplefilter("ignore")
-    linked = _dcp_commit.keep_others
+# What others do between the three times that the files are linked
+
+
+def between(monkeypatch: pytest.MonkeyPatch, moment: str, act: Callable[[Path], None]) -> None:
+    """Do something in the directory after it was linked: before anything is written, or before or after the rename."""
+    linked = Keeper.keep
     calls: list[str] = []
 
-    def killed(directory: str, new: str) -> bool:
+    def acting(this: Keeper, directory: str, new: str, *, is_early: bool = False) -> bool:
+        calls.append(new)
+        if (moment, len(calls)) == ("after the rename", 3):
+            act(Path(new))
+        found = linked(this, directory, new, is_early=is_early)
+        if (moment, len(calls)) in (("at the beginning", 1), ("before the rename", 2)):
+            act(Path(directory))
+        return found
+
+    monkeypatch.setattr(Keeper, "keep", acting)
+
+
+MOMENTS = ["at the beginning", "before the rename", "after the rename"]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    path = tmp_path / "c"
+    save(path)
+    for name in ("changed", "gone", "stays"):
+        (path / name).write_text("old")
+    return path
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_others_change_meanwhile(three: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(directory: Path) -> None:
+        (directory / "other").write_text("new")
+        (directory / "other").rename(directory / "changed")
+        (directory / "gone").unlink()
+        (directory / "came").write_text("new")
+
+    between(monkeypatch, moment, act)
+    save(three, 2)
+    assert step_of(three) == 2
+    mine = {name: (three / name).read_text() for name in os.listdir(three) if "shard-" not in name}
+    del mine["manifest.json"]
+    assert mine == {"changed": "new", "came": "new", "stays": "old"}
+    assert not hidden_in(three.parent)
+
+
+def test_what_both_have_changed(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the rename and after it: what was done last counts."""
+
+    def put(directory: Path, text: str) -> None:
+        for name in ("changed", "gone", "came"):
+            (directory / "other").write_text(text)
+            (directory / "other").rename(directory / name)
+
+    between(monkeypatch, "before the rename", lambda directory: put(directory, "first"))
+
+    def put_last(directory: Path) -> None:
+        put(directory, "last")
+        (directory / "gone").unlink()
+
+    between(monkeypatch, "after the rename", put_last)
+    save(three, 2)
+    assert (three / "changed").read_text() == (three / "came").read_text() == "last"
+    assert not (three / "gone").exists()
+
+
+def test_a_file_is_there_at_every_moment(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(directory: Path) -> None:
+        (directory / "other").write_text("new")
+        (directory / "other").rename(directory / "changed")
+
+    between(monkeypatch, "before the rename", act)
+    replace, seen = os.replace, []
+
+    def looking(old: str, new: str) -> None:
+        seen.append((three / "changed").read_text())
+        replace(old, new)
+        seen.append((three / "changed").read_text())
+
+    monkeypatch.setattr(_dcp_keep.os, "replace", looking)
+    save(three, 2)
+    assert seen == ["old", "new"]
+    assert not [name for name in os.listdir(three) if name.startswith(".")]
+
+
+def test_a_directory_that_is_removed_meanwhile(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    between(monkeypatch, "at the beginning", shutil.rmtree)
+    save(three, 2)
+    assert sorted(os.listdir(three)) == ["manifest.json", *shards_of(three)]
+
+
+def test_what_a_checkpoint_may_need_is_not_written_through(tmp_path: Path) -> None:
+    """A file with a name like a shard's that no shard has stays as it is, too."""
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "shard-00003-of-00004.safetensors").write_text("mine")
+    save(path)
+    assert (path / "shard-00003-of-00004.safetensors").read_text() == "mine"
+    assert step_of(path) == 1
+
+
+def test_what_nfs_keeps_is_left_behind(three: Path) -> None:
+    (three / ".nfs000000000001a2b300000001").write_text("removed, but open")
+    save(three, 2)
+    assert not [name for name in os.listdir(three) if name.startswith(".")]
+
+
+def test_permissions_that_cannot_be_given(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(_dcp_keep.os, "chmod", refused)
+    monkeypatch.setattr(_dcp_keep.os, "chown", refused)
+    save(three, 2)
+    assert step_of(three) == 2
+
+
+def check_killed(path: Path, moment: str) -> None:
+    warnings.simplefilter("ignore")
+    linked = Keeper.keep
+    calls: list[str] = []
+
+    def killed(this: Keeper, directory: str, new: str, *, is_early: bool = False) -> bool:
         calls.append(directory)
-        if (moment, len(calls)) == ("after the rename", 2):
+        if (moment, len(calls)) == ("after the rename", 3):
             die()
-        found = linked(directory, new)
-        if moment == "before the rename":
+        found = linked(this, directory, new, is_early=is_early)
+        if (moment, len(calls)) in (("at the beginning", 1), ("before the rename", 2)):
             die()
         return found
 
-    _dcp_commit.keep_others = killed
+    Keeper.keep = killed  # type: ignore[method-assign]
     save(path, 2)
 
 
-@pytest.mark.parametrize("moment", ["before the rename", "after the rename"])
+@pytest.mark.parametrize("moment", ["at the beginning", "before the rename", "after the rename"])
 def test_killed(tmp_path: Path, moment: str) -> None:
     path = tmp_path / "c"
     save(path)
     (path / "mine").write_text("mine")
     job = run_plain(check_killed, 1, path, moment, dies=(0,))
     assert job.codes == [-9], job.outputs[0]
-    assert step_of(path) == (1 if moment == "before the rename" else 2)
+    assert step_of(path) == (2 if moment == "after the rename" else 1)
     assert (path / "mine").read_text() == "mine"
     save(path, 3)
     assert (path / "mine").read_text() == "mine"

@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -162,6 +164,48 @@ def test_a_rank_that_reads_alone_is_noticed_at_once() -> None:
     with pytest.raises(PeerLostError, match="gone"):
         peers.meet(listener, b"t" * 16, {1: other.address})
     peers.close()
+    listener.close()
+
+
+def test_a_listener_closes_for_all_that_have_it() -> None:
+    """Also where a process that was forked meanwhile has the socket; who waits to be let in is told."""
+    listener, other = Listener(), Listener()
+    forked = os.dup(other.fileno())
+    peers = Peers(0, 0)
+    threading.Timer(0.1, other.close).start()
+    with pytest.raises(PeerLostError, match="gone"):
+        peers.meet(listener, b"t" * 16, {1: other.address})
+    peers.close()
+    peers = Peers(0, 0)
+    with pytest.raises(PeerLostError, match="refused"):
+        peers.meet(listener, b"t" * 16, {1: other.address})
+    peers.close()
+    os.close(forked)
+    listener.close()
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listening.bind("")
+listening.listen()
+print(listening.getsockname().hex(), flush=True)
+print(len(listening.accept()[0].recv(100)), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_nothing_is_sent_to_another_user() -> None:
+    """The name of a rank that is gone may have become somebody else's."""
+    listener, peers = Listener(), Peers(0, 0)
+    with subprocess.Popen([sys.executable, "-c", STRANGER], stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        address = bytes.fromhex(stranger.stdout.readline())
+        with pytest.raises(PeerLostError, match="another user"):
+            peers.meet(listener, b"t" * 16, {1: address})
+        peers.close()
+        assert stranger.stdout.readline() == "0\n"
     listener.close()
 
 
@@ -391,16 +435,40 @@ def check_group(path: Path) -> None:
 
 def check_no_memory(path: Path) -> None:
     """A rank gets no shared memory: all read alone."""
-    expected = state()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    found = emptied(state())
-    dcp.load(found, checkpoint_id=path, storage_reader=StorageReader())
+    check_one_reads_alone(path, "File too large")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    check_same(found, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.delattr(os, "memfd_create")  # as in Pythons that were built for an old C library
+        check_one_reads_alone(path, "no os.memfd_create")
+
+
+def check_one_reads_alone(path: Path, why: str) -> None:
+    """Rank 1 does, and the others find out before it has read anything."""
+    found, reader = emptied(state()), StorageReader()
+    planner = Looks(reader)
+    dcp.load(found, checkpoint_id=path, storage_reader=reader, planner=planner)
+    check_same(found, state())
+    assert planner.were_open == {False}
     (text,) = TOLD.take()
-    assert ("File too large" in text) == (dist.get_rank() == 1), text
+    assert (why in text) == (dist.get_rank() == 1), text
+
+
+class Looks(dcp.DefaultLoadPlanner):
+    """Whether the others could still reach this rank when its tensors were there."""
+
+    def __init__(self, reader: StorageReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self.were_open: set[bool] = set()
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        listener = self._reader._listener
+        assert listener is not None
+        self.were_open.add(listener.close.alive)
 
 
 def check_no_sockets(path: Path) -> None:
@@ -482,7 +550,10 @@ def check_errors(path: Path) -> None:
         _engine.clear_faults()
         assert failed in (set(), {1})
         # What could not be read for all is read again alone, and may succeed then.
-        assert TOLD.take()
+        texts = TOLD.take()
+        assert texts
+        if rank == 1:
+            assert "Input/output error" in texts[0]
         if not failed:
             check_same(found, expected)
     with pytest.raises(CheckpointException, match="not this one") as caught:
