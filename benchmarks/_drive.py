@@ -23,7 +23,7 @@ class Direct:
     def __init__(self, name: str, directory: Path, nbytes: int, *, read: bool = False, reuse: bool = False) -> None:
         self.name, self.directory, self.nbytes = name, directory, nbytes
         self.read, self.reuse = read, reuse
-        self.settings = [(block_mib * MIB, depth) for block_mib in (1, 2, 4, 8) for depth in (4, 8, 16)]
+        self.settings = [(in_flight // depth, depth) for in_flight in (16 * MIB, 32 * MIB) for depth in (4, 8, 16, 32)]
         self.rounds: list[dict[tuple[int, int], fp.CeilingResult]] = []
 
     def measure(self) -> None:
@@ -50,7 +50,7 @@ class Direct:
         rates = {key: [one[key].gbytes_per_s for one in self.rounds[1:]] for key in self.rounds[-1]}
         best = harness.best_median(rates)
         found = self.rounds[-1][best]
-        setting = f"{found.engine}, {'O_DIRECT' if found.direct else 'no O_DIRECT'}, {best[0] // MIB} MiB x {best[1]}"
+        setting = f"{found.engine}, {'O_DIRECT' if found.direct else 'no O_DIRECT'}, {best[0] / MIB:g} MiB x {best[1]}"
         return harness.row(self.name, rates[best], setting=setting)
 
 

@@ -20,7 +20,7 @@ from _drive import Direct
 
 RAW = "the drive, new file"
 COPY = "only a copy in memory, NumPy"
-PIECE_NBYTES, BUFFER_NBYTES = harness.MIB, 17 * harness.MIB
+PIECE_NBYTES, BUFFER_NBYTES = harness.MIB // 2, 33 * harness.MIB // 2
 """A request and the staging memory of fp_multi's defaults."""
 GOALS = {
     "big": {

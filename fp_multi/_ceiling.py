@@ -34,8 +34,8 @@ def measure_ceiling(
     *,
     read: bool = False,
     reuse: bool = False,
-    block_bytes: Sequence[int] = (MIB, 2 * MIB, 4 * MIB, 8 * MIB),
-    queue_depth: Sequence[int] = (4, 8, 16),
+    block_bytes: Sequence[int] = (MIB // 2, MIB, 2 * MIB, 4 * MIB),
+    queue_depth: Sequence[int] = (8, 16, 32),
     config: IOConfig | None = None,
 ) -> list[CeilingResult]:
     """Measure raw rates of a directory's drive: huge-page buffers, preallocated file, until durable.

@@ -23,9 +23,9 @@ MIB = 1 << 20
 class IOConfig:
     """How files are read and written; shared by :class:`SaveConfig` and :class:`LoadConfig`."""
 
-    block_bytes: int = MIB
+    block_bytes: int = MIB // 2
     """Size of one request and of one staging block, in bytes: a power of two from 64 KiB to 256 MiB."""
-    queue_depth: int = 16
+    queue_depth: int = 32
     """Requests in flight, 1 to 64. ``block_bytes * (queue_depth + 1)`` is the staging memory."""
     io_uring: Capability = "auto"
     """Submit through io_uring; otherwise through a few native threads that call pwrite and pread."""
