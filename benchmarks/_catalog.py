@@ -57,7 +57,7 @@ BENCHMARKS = (
         "stall",
         "stall_time.py",
         "Training with a checkpoint at every step",
-        ("--width", "1856", "--forward-backward-s", "0.75", "--steps", "12", "--rounds", "2"),
+        ("--steps", "8", "--rounds", "2"),
         quick=(
             *("--width", "512", "--layers", "4", "--forward-backward-s", "0.1"),
             *("--steps", "6", "--rounds", "2", "--call-size-mib", "64"),
