@@ -76,7 +76,6 @@ class Saving:
         self.config = config
         self.word = ""
         self._last_word = word
-        self._slot = slot
         self.metadata = dict(metadata)
         self._begin_s = begin_s
         self._team = None if team is None else team.team
@@ -86,7 +85,7 @@ class Saving:
         self._commit: _commit.DirectoryCommit | _commit.MemberCommit | None = None
         self._write: PartWrite | None = None
         try:
-            self._start(described, path, overwrite, reuse or {}, spill_nbytes, team)
+            self._start(described, path, overwrite, reuse or {}, slot, spill_nbytes, team)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -98,6 +97,7 @@ class Saving:
         path: str | os.PathLike[str],
         overwrite: bool,
         reuse: Mapping[str, str],
+        slot: int,
         spill_nbytes: int,
         team: Together | None,
     ) -> None:
@@ -124,7 +124,7 @@ class Saving:
             chunk_nbytes=chunk_nbytes_for(part.nbytes, self.config.chunk_bytes),
             rank=0 if self._team is None else self._team.comm.rank,
             reuse=frozenset(adopted),
-            slot=self._slot,
+            slot=slot,
             spill_nbytes=spill_nbytes,
             plan_crc32c=part.crc32c,
             tree=self._plan.tree,
