@@ -134,9 +134,8 @@ class Retention:
         """Keep no more spares; returns those that there are, for the caller to remove."""
         with self._lock:
             self._most_spares = 0
-            spares = list(self._spares)
-            self._spares.clear()
-        return spares
+            # Not forgotten: whoever was interrupted before they were removed closes again.
+            return list(self._spares)
 
     def end(self) -> None:
         """Remove all spares."""
