@@ -116,37 +116,60 @@ inline uint64_t word_at(const uint8_t* p) {
 }
 
 // The instruction takes three cycles but a new one can start every cycle: three streams side by
-// side keep it busy. With Copy each word is also stored, from the register that was checksummed:
-// the CRC costs no second pass, and it describes what is stored even if the source changes
-// meanwhile.
+// side keep it busy, and three places of memory are fetched from at once. With Copy each word is
+// also stored, from the register that was checksummed: the CRC costs no second pass, and it
+// describes what is stored even if the source changes meanwhile.
+struct Lanes {
+  uint32_t a, b, c;
+};
+
+// Whole cache lines of three streams that follow each other, `stream` bytes each: those from
+// `begin` to `end` of each.
+template <bool Copy>
+FP_CRC_TARGET inline Lanes three_lanes(Lanes crc, const uint8_t* p, uint8_t* to, size_t stream, size_t begin,
+                                       size_t end) {
+  for (size_t line = begin; line < end; line += kLine) {
+    const uint8_t* q = p + line;
+    __builtin_prefetch(q + kAhead);
+    __builtin_prefetch(q + stream + kAhead);
+    __builtin_prefetch(q + 2 * stream + kAhead);
+    for (size_t i = 0; i < kLine; i += 8) {
+      const uint64_t x = word_at(q + i), y = word_at(q + stream + i), z = word_at(q + 2 * stream + i);
+      crc.a = step8(crc.a, x);
+      crc.b = step8(crc.b, y);
+      crc.c = step8(crc.c, z);
+      if constexpr (Copy) {
+        std::memcpy(to + line + i, &x, 8);
+        std::memcpy(to + line + stream + i, &y, 8);
+        std::memcpy(to + line + 2 * stream + i, &z, 8);
+      }
+    }
+  }
+  return crc;
+}
+
 template <bool Copy>
 FP_CRC_TARGET uint32_t three_streams(uint32_t crc, const uint8_t*& p, uint8_t*& to, size_t& nbytes, size_t stream,
                                      const Shifter& shift) {
   while (nbytes >= 3 * stream) {
-    uint32_t b = 0, c = 0;
-    for (size_t line = 0; line < stream; line += kLine) {
-      const uint8_t* q = p + line;
-      __builtin_prefetch(q + kAhead);
-      __builtin_prefetch(q + stream + kAhead);
-      __builtin_prefetch(q + 2 * stream + kAhead);
-      for (size_t i = 0; i < kLine; i += 8) {
-        const uint64_t x = word_at(q + i), y = word_at(q + stream + i), z = word_at(q + 2 * stream + i);
-        crc = step8(crc, x);
-        b = step8(b, y);
-        c = step8(c, z);
-        if constexpr (Copy) {
-          std::memcpy(to + line + i, &x, 8);
-          std::memcpy(to + line + stream + i, &y, 8);
-          std::memcpy(to + line + 2 * stream + i, &z, 8);
-        }
-      }
-    }
-    crc = shift(shift(crc) ^ b) ^ c;
+    const Lanes lanes = three_lanes<Copy>({crc, 0, 0}, p, to, stream, 0, stream);
+    crc = shift(shift(lanes.a) ^ lanes.b) ^ lanes.c;
     p += 3 * stream;
     if constexpr (Copy) to += 3 * stream;
     nbytes -= 3 * stream;
   }
   return crc;
+}
+
+FP_CRC_TARGET void copy_three_runs(char* to, const char* from, size_t chunk_nbytes, size_t chunks, uint32_t* crcs) {
+  const auto* p = reinterpret_cast<const uint8_t*>(from);
+  for (size_t i = 0; i < chunks; i++) {
+    const Lanes lanes = three_lanes<true>({~0u, ~0u, ~0u}, p, reinterpret_cast<uint8_t*>(to), chunks * chunk_nbytes,
+                                          i * chunk_nbytes, (i + 1) * chunk_nbytes);
+    crcs[i] = ~lanes.a;
+    crcs[chunks + i] = ~lanes.b;
+    crcs[2 * chunks + i] = ~lanes.c;
+  }
 }
 
 template <bool Copy>
@@ -219,6 +242,18 @@ uint32_t copy_crc32c(uint32_t crc, char* to, const char* from, size_t nbytes) {
     nbytes -= step;
   }
   return crc;
+}
+
+void copy_crc32c_chunks(char* to, const char* from, size_t chunk_nbytes, size_t chunks, uint32_t* crcs) {
+  size_t done = 0;
+#if defined(__x86_64__) || defined(__aarch64__)
+  if (use_hardware() && chunk_nbytes % kLine == 0) {
+    copy_three_runs(to, from, chunk_nbytes, chunks / 3, crcs);
+    done = chunks / 3 * 3;
+  }
+#endif
+  for (; done < chunks; done++)
+    crcs[done] = copy_crc32c(0, to + done * chunk_nbytes, from + done * chunk_nbytes, chunk_nbytes);
 }
 
 }  // namespace fp

@@ -9,6 +9,8 @@
 namespace fp {
 namespace {
 
+constexpr size_t kChunksAtOnce = 64;  // a block of 2 MiB in chunks of 32 KiB
+constexpr size_t kFewestChunks = 3;
 constexpr uint64_t kGatherStep = 64 << 10;  // as in copy_crc32c: the CRC pass hits the cache
 
 template <typename Item>
@@ -101,6 +103,21 @@ Source::Source(std::vector<Extent> extents, const uint64_t* chunk_nbytes, size_t
   crcs_ = std::make_unique<std::atomic<uint32_t>[]>(chunks);
 }
 
+uint64_t Source::copy_chunks(uint64_t begin, uint64_t end, size_t c, const Extent& extent, uint64_t extent_begin,
+                             char* to) {
+  const uint64_t nbytes = chunk_starts_[c + 1] - chunk_starts_[c];
+  if (!extent.base || extent.strides || begin != chunk_starts_[c]) return 0;
+  uint32_t crcs[kChunksAtOnce];
+  size_t chunks = 0;
+  while (chunks < kChunksAtOnce && c + chunks + 1 < chunk_starts_.size() && chunk_starts_[c + chunks + 1] <= end &&
+         chunk_starts_[c + chunks + 1] - chunk_starts_[c + chunks] == nbytes)
+    chunks++;
+  if (chunks < kFewestChunks) return 0;
+  copy_crc32c_chunks(to, extent.base + (begin - extent_begin), nbytes, chunks, crcs);
+  for (size_t i = 0; i < chunks; i++) add_crc(crcs_[c + i], crcs[i]);
+  return chunks * nbytes;
+}
+
 void Source::fill(uint64_t begin, uint64_t end, char* to) {
   if (begin == end) return;
   size_t e = find(starts_, begin), c = find(chunk_starts_, begin);
@@ -109,6 +126,11 @@ void Source::fill(uint64_t begin, uint64_t end, char* to) {
     while (starts_[e + 1] <= begin) e++;
     while (chunk_starts_[c + 1] <= begin) c++;
     const Extent& extent = extents_[e];
+    if (const uint64_t copied = copy_chunks(begin, std::min(end, starts_[e + 1]), c, extent, starts_[e], to)) {
+      begin += copied;
+      to += copied;
+      continue;
+    }
     uint64_t step = std::min({end, starts_[e + 1], chunk_starts_[c + 1]}) - begin;
     const uint64_t inside = begin - starts_[e];
     if (!extent.base) {

@@ -39,6 +39,10 @@ class Source {
   uint32_t crc(size_t chunk) const { return crcs_[chunk].load(std::memory_order_relaxed); }
 
  private:
+  // Copies what there is of whole chunks of one size up to `end`, chunk `c` first, from one extent; 0 if that is not
+  // worth it. Returns how many bytes.
+  uint64_t copy_chunks(uint64_t begin, uint64_t end, size_t c, const Extent& extent, uint64_t extent_begin, char* to);
+
   std::vector<Extent> extents_;
   std::vector<uint64_t> starts_;        // file offset of each extent, and the end
   std::vector<uint64_t> chunk_starts_;  // likewise

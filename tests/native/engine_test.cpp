@@ -110,6 +110,38 @@ void test_crc() {
   }
 }
 
+void test_crc_of_chunks() {
+  const auto data = random_bytes(600000, 3);
+  for (const auto& [nbytes, chunks] :
+       {std::pair<size_t, size_t>{64, 7}, {4096, 1}, {4096, 16}, {32768, 18}, {100, 8}}) {
+    std::vector<char> copy(data.size());
+    std::vector<uint32_t> crcs(chunks);
+    copy_crc32c_chunks(copy.data(), data.data(), nbytes, chunks, crcs.data());
+    CHECK(std::memcmp(copy.data(), data.data(), nbytes * chunks) == 0);
+    CHECK(std::all_of(copy.begin() + static_cast<long>(nbytes * chunks), copy.end(), [](char c) { return c == 0; }));
+    for (size_t i = 0; i < chunks; i++) CHECK(crcs[i] == crc32c_portable(0, data.data() + i * nbytes, nbytes));
+  }
+}
+
+void test_source_fills_in_pieces() {
+  // Chunks of one size, an odd one, and such as begin in one extent and end in the next.
+  const auto data = random_bytes(900000, 4);
+  const std::vector<uint64_t> chunks{32768, 32768, 32768, 32768, 32768, 32768, 1000, 65536, 65536, 65536, 65536, 65536};
+  uint64_t total = 0;
+  for (const uint64_t chunk : chunks) total += chunk;
+  const uint64_t cut = 400000;
+  for (const uint64_t piece : {total, uint64_t{131072}, uint64_t{100000}, uint64_t{4096}}) {
+    Source source({{data.data(), cut, nullptr}, {data.data() + cut, total - cut, nullptr}}, chunks.data(),
+                  chunks.size(), std::vector<std::unique_ptr<Strides>>{});
+    std::vector<char> out(total);
+    for (uint64_t at = 0; at < total; at += piece) source.fill(at, std::min(at + piece, total), out.data() + at);
+    CHECK(std::memcmp(out.data(), data.data(), total) == 0);
+    uint64_t at = 0;
+    for (size_t i = 0; i < chunks.size(); at += chunks[i++])
+      CHECK(source.crc(i) == crc32c_portable(0, data.data() + at, chunks[i]));
+  }
+}
+
 void test_strides() {
   // A transposed 5 x 7 array of 6-byte elements, read in pieces that cut elements.
   const auto base = random_bytes(5 * 7 * 6, 2);
@@ -276,6 +308,8 @@ int main() {
   if (!::mkdtemp(name)) return 2;
   directory = name;
   test_crc();
+  test_crc_of_chunks();
+  test_source_fills_in_pieces();
   test_strides();
   test_round_trips();
   test_reuse();
