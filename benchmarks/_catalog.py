@@ -42,7 +42,7 @@ class Benchmark(NamedTuple):
 
 SMALL = ("--size-mib", "128", "--rounds", "3")
 TINY = ("--size-mib", "64", "--rounds", "2")
-ROUNDS = ("--rounds", "3")
+ROUNDS = ("--rounds", "2")
 BENCHMARKS = (
     Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "1024", "--rounds", "2")),
     Benchmark("save", "save_throughput.py", "Save until durable", ROUNDS, quick=SMALL),
@@ -57,7 +57,7 @@ BENCHMARKS = (
         "stall",
         "stall_time.py",
         "Training with a checkpoint at every step",
-        ("--steps", "8", "--rounds", "2"),
+        ("--steps", "6", "--rounds", "3"),
         quick=(
             *("--width", "512", "--layers", "4", "--forward-backward-s", "0.1"),
             *("--steps", "6", "--rounds", "2", "--call-size-mib", "64"),
@@ -68,7 +68,7 @@ BENCHMARKS = (
         "parallel",
         "parallel_write.py",
         "Several writers of one checkpoint",
-        ROUNDS,
+        ("--rounds", "3"),
         quick=(
             *("--size-mib", "128", "--rounds", "3"),
             *("--drive-mib-per-s", "100", "--throttled-size-mib", "96", "--throttled-rounds", "1"),
