@@ -13,13 +13,14 @@ def collector_paused() -> Iterator[None]:
 
     For code whose new objects all survive: hundreds of thousands of new tuples have the collector
     walk every object of the process again and again for nothing, which takes longer than the rest.
-    Of two threads that overlap here the first to finish may switch it on again; that costs time
-    only.
+    Of two threads that overlap here the one that switched it off may switch it on again before the
+    other has finished; that costs time only.
     """
-    collecting = gc.isenabled()
-    gc.disable()
+    if not gc.isenabled():  # the program's wish, or another thread is here: who switches it off switches it on
+        yield
+        return
     try:
+        gc.disable()
         yield
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
