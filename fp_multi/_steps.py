@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import threading
@@ -13,12 +14,14 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from fp_multi import _hidden, _recycle
-from fp_multi.errors import CheckpointNotFoundError
+from fp_multi.errors import CheckpointNotFoundError, StorageError
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,})")
 _SHOWN = 20
 _LOCK_TRIES = 1000
 _LOCK_PAUSE_S = 0.01
+
+_log = logging.getLogger("fp_multi")
 
 
 def step_path(directory: str, step: int) -> str:
@@ -30,22 +33,40 @@ def complete_steps(directory: str) -> dict[int, str]:
     """The committed steps of a directory and their paths, in order.
 
     Raises:
-        StorageError: the directory cannot be read.
+        StorageError: the directory cannot be read, or the newest step: who goes on from the newest must not go on from
+            an older one only because it could not be seen. Older ones are left out, with a warning.
     """
-    found = {}
+    found, unseen = _look(directory)
+    newest = max(found, default=-1)
+    for step, error in sorted(unseen.items(), reverse=True):
+        if step > newest:
+            raise error
+        _log.warning("step %d is left out: %s", step, error)
+    return found
+
+
+def _look(directory: str) -> tuple[dict[int, str], dict[int, StorageError]]:
+    """The committed steps and their paths, in order, and why others cannot be read."""
+    found: dict[int, str] = {}
+    unseen: dict[int, StorageError] = {}
     with _hidden.translated("list", directory):
         try:
             names = os.listdir(directory)
         except FileNotFoundError:
-            return {}
+            return {}, {}
     for name in names:
         match = _STEP_NAME.fullmatch(name)
         if match:
             step, path = int(match[1]), os.path.join(directory, name)
             # Only the one spelling that a step is saved under.
-            if path == step_path(directory, step) and _hidden.is_checkpoint(path):
-                found[step] = path
-    return dict(sorted(found.items()))
+            if path != step_path(directory, step):
+                continue
+            try:
+                if _hidden.is_checkpoint(path):
+                    found[step] = path
+            except StorageError as error:
+                unseen[step] = error
+    return dict(sorted(found.items())), unseen
 
 
 def retired_steps(
@@ -106,7 +127,7 @@ class Retention:
             return []
         doomed = []
         with self._lock:
-            steps = complete_steps(self._directory)
+            steps, _ = _look(self._directory)  # what cannot be read stays
             in_use = {*busy, *self._reading}
             for step in retired_steps(steps, keep=self._keep, keep_every=self._keep_every, in_use=in_use):
                 retired = _recycle.retire(steps[step], durable=self._durable)
@@ -160,9 +181,16 @@ class Retention:
             if lock is not None:
                 _hidden.unlock(lock)
 
+    def _steps_with(self, step: int) -> dict[int, str]:
+        """All steps that can be read; an error if it is this one that cannot."""
+        steps, unseen = _look(self._directory)
+        if step in unseen:
+            raise unseen[step]
+        return steps
+
     def _choose(self, step: int | None) -> tuple[int, str, int | None]:
         while True:
-            steps = complete_steps(self._directory)
+            steps = complete_steps(self._directory) if step is None else self._steps_with(step)
             if not steps:
                 raise CheckpointNotFoundError(errno.ENOENT, "no complete step here", self._directory)
             chosen = max(steps) if step is None else step

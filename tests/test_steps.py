@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support import config, hidden_names, running
 
 import fp_multi as fp
-from fp_multi import _recycle
+from fp_multi import _hidden, _recycle
 from fp_multi._steps import Retention, complete_steps, retired_steps, step_path
 from fp_multi.errors import CheckpointNotFoundError, StorageError
 
@@ -85,6 +86,34 @@ def test_steps_go_and_stay(tmp_path: Path) -> None:
     assert list(complete_steps(str(tmp_path))) == [9]
     apply(retention(tmp_path, keep=1))
     assert list(complete_steps(str(tmp_path))) == [9]
+
+
+def test_an_old_step_that_cannot_be_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bad sector, another user's directory: the others can be listed, restored and retired all the same."""
+    save_steps(tmp_path, 1, 2, 3)
+    real, bad = _hidden.is_checkpoint, [step_path(str(tmp_path), 1)]
+
+    def is_checkpoint(path: str) -> bool:
+        if path in bad:
+            raise StorageError(errno.EIO, "read", path)
+        return real(path)
+
+    monkeypatch.setattr(_hidden, "is_checkpoint", is_checkpoint)
+    assert list(complete_steps(str(tmp_path))) == [2, 3]
+    assert "step 1 is left out" in caplog.text
+    kept = retention(tmp_path, keep=1)
+    with kept.reading(2) as (step, _):
+        assert step == 2
+    with pytest.raises(StorageError, match="step_00000001"), kept.reading(1):
+        pass
+    apply(kept)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000003"]
+    # Nobody goes on from an older step because the newest could not be seen.
+    bad[:] = [step_path(str(tmp_path), 3)]
+    with pytest.raises(StorageError, match="step_00000003"):
+        complete_steps(str(tmp_path))
 
 
 def test_busy_steps_stay(tmp_path: Path) -> None:
