@@ -26,6 +26,9 @@ from fp_multi.storage import host_of, memfd
 
 PATIENCE_S = 60.0
 """How long a rank waits for the next block before it reads alone."""
+MEETING_S = 5.0
+"""How long it waits at least for the others to come."""
+_ALONE_NBYTES_PER_S = 1e9
 _HELLO = struct.Struct("<16sq")
 _NUMBER = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
@@ -92,8 +95,15 @@ class Peers:
         self._outs: dict[int, socket.socket] = {}
         self._ins: dict[int, socket.socket] = {}
 
-    def meet(self, listener: Listener, token: bytes, addresses: Mapping[int, bytes]) -> None:
+    def meet(self, listener: Listener, token: bytes, addresses: Mapping[int, bytes], nbytes: int) -> None:
         """Connect with the others; all of them do the same.
+
+        Args:
+            listener: where they reach this rank.
+            token: of this load.
+            addresses: of their listeners, by rank.
+            nbytes: what they read for this rank: who would have read that alone by now waits no longer. One whose
+                planner raised before anything is read never comes.
 
         Raises:
             PeerLostError: one cannot be reached, or does not come.
@@ -112,7 +122,8 @@ class Peers:
             poll.register(listener, select.POLLIN)
             for rank in missing:
                 poll.register(self._outs[rank], 0)  # tells only that it is gone
-            end_s = time.monotonic() + PATIENCE_S
+            patience_s = min(MEETING_S + nbytes / _ALONE_NBYTES_PER_S, PATIENCE_S)
+            end_s = time.monotonic() + patience_s
             while missing:
                 for fd, _ in poll.poll(max(end_s - time.monotonic(), 0) * 1e3):
                     if fd != listener.fileno():
@@ -120,7 +131,7 @@ class Peers:
                     with contextlib.suppress(PermissionError):
                         missing.remove(self._welcome(listener.accept(), token, missing))
                 if time.monotonic() >= end_s:
-                    raise PeerLostError(f"ranks {sorted(missing)} did not come within {PATIENCE_S:g} s")
+                    raise PeerLostError(f"ranks {sorted(missing)} did not come within {patience_s:g} s")
 
     def _welcome(self, connection: socket.socket, token: bytes, missing: Collection[int]) -> int:
         with contextlib.ExitStack() as stack:

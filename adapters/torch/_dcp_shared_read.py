@@ -81,7 +81,8 @@ def _run(
         for rank in (block.takers if block.reader == orders.rank else (block.reader,))
     }
     try:
-        peers.meet(listener, orders.token, {rank: orders.addresses[rank] for rank in near - {orders.rank}})
+        addresses = {rank: orders.addresses[rank] for rank in near - {orders.rank}}
+        peers.meet(listener, orders.token, addresses, _nbytes_from_others(plan, orders.rank))
     finally:
         listener.close()
     serving = _Serving(peers, plan, mine, reader)
@@ -111,6 +112,11 @@ def _run(
         raise PeerLostError(f"reading for all failed: {failed}") from failed
     if lost is not None:
         raise lost
+
+
+def _nbytes_from_others(plan: HostPlan, rank: int) -> int:
+    blocks = [block for block in plan.blocks if rank in block.takers and block.reader != rank]
+    return sum([part.nbytes for block in blocks for part in block.parts])
 
 
 def _slot(block: Block, plan: HostPlan) -> int:

@@ -130,7 +130,7 @@ def test_strangers_are_not_welcome() -> None:
     peers = [Peers(rank, 8192) for rank in range(2)]
     threads = [
         threading.Thread(
-            target=peers[rank].meet, args=(listeners[rank], token, {1 - rank: listeners[1 - rank].address})
+            target=peers[rank].meet, args=(listeners[rank], token, {1 - rank: listeners[1 - rank].address}, 0)
         )
         for rank in range(2)
     ]
@@ -157,12 +157,12 @@ def test_a_rank_that_reads_alone_is_noticed_at_once() -> None:
     other.close()
     peers = Peers(0, 0)
     with pytest.raises(PeerLostError, match="refused"):
-        peers.meet(listener, b"t" * 16, {1: address})
+        peers.meet(listener, b"t" * 16, {1: address}, 0)
     peers.close()
     other, peers = Listener(), Peers(0, 0)
     threading.Timer(0.1, other.close).start()
     with pytest.raises(PeerLostError, match="gone"):
-        peers.meet(listener, b"t" * 16, {1: other.address})
+        peers.meet(listener, b"t" * 16, {1: other.address}, 0)
     peers.close()
     listener.close()
 
@@ -174,11 +174,11 @@ def test_a_listener_closes_for_all_that_have_it() -> None:
     peers = Peers(0, 0)
     threading.Timer(0.1, other.close).start()
     with pytest.raises(PeerLostError, match="gone"):
-        peers.meet(listener, b"t" * 16, {1: other.address})
+        peers.meet(listener, b"t" * 16, {1: other.address}, 0)
     peers.close()
     peers = Peers(0, 0)
     with pytest.raises(PeerLostError, match="refused"):
-        peers.meet(listener, b"t" * 16, {1: other.address})
+        peers.meet(listener, b"t" * 16, {1: other.address}, 0)
     peers.close()
     os.close(forked)
     listener.close()
@@ -203,7 +203,7 @@ def test_nothing_is_sent_to_another_user() -> None:
         assert stranger.stdout is not None
         address = bytes.fromhex(stranger.stdout.readline())
         with pytest.raises(PeerLostError, match="another user"):
-            peers.meet(listener, b"t" * 16, {1: address})
+            peers.meet(listener, b"t" * 16, {1: address}, 0)
         peers.close()
         assert stranger.stdout.readline() == "0\n"
     listener.close()
@@ -539,6 +539,22 @@ class Wakes(StorageReader):
         return done
 
 
+class Refuses(dcp.DefaultLoadPlanner):
+    """Finds something wrong when it hears what it is to read: DCP does not come to the storage any more."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        raise ValueError("not this plan")
+
+
+def check_refused_plan(path: Path) -> None:
+    """A rank that never comes to the meeting: the others read alone, and all hear of its error."""
+    planner: Any = Refuses() if dist.get_rank() == 1 else None
+    _dcp_peers.MEETING_S = 0.1
+    with pytest.raises(dcp.CheckpointException, match="not this plan"):
+        dcp.load(emptied(state()), checkpoint_id=path, storage_reader=StorageReader(), planner=planner)
+    _dcp_peers.MEETING_S = 5.0
+
+
 def check_errors(path: Path) -> None:
     """A read that fails on one rank, and a planner that does."""
     rank, expected = dist.get_rank(), state()
@@ -632,6 +648,7 @@ def check_all(path: Path) -> None:
         check_no_sockets(path)
     check_no_memory(path)
     check_stopped(path)
+    check_refused_plan(path)
     check_errors(path)
     if dist.get_world_size() == 3:
         dist.barrier()
