@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from fp_multi._dtypes import numpy_dtype
 from fp_multi._format import Manifest, Tensor
 from fp_multi._hidden import translated
 from fp_multi._ranges import Request as Request
-from fp_multi._ranges import plan_ranges
+from fp_multi._ranges import ShardChunks, plan_ranges
 from fp_multi._types import HostTensor, TensorBuilder
 from fp_multi.config import LoadConfig
 from fp_multi.errors import (
@@ -120,25 +121,18 @@ def fetch(
     drive_nbytes = 0
     with collector_paused():
         plans = plan_ranges(manifest, requests, verify=config.verify)
-    for number, plan in sorted(plans.items()):
-        shard = manifest.shards[number]
-        with collector_paused():
-            chunks = plan.chunks()
-        crcs, moved = _reader.read_ranges(
-            os.path.join(directory, shard.file),
-            shard.nbytes,
-            np.concatenate(plan.segments),
-            chunks.places,
-            config,
-            keepalive=keepalive,
-        )
-        drive_nbytes += moved
+    begun: deque[tuple[str, ShardChunks, _reader.RangesRead]] = deque()
+
+    def finish_first() -> int:
+        file, chunks, reading = begun[0]
+        crcs, moved = reading.finish()
+        begun.popleft()
         for i in np.flatnonzero(crcs != chunks.expected).tolist():
             offset, nbytes = chunks.places[i].tolist()
             faults.append(
                 chunk_fault(
                     directory,
-                    shard.file,
+                    file,
                     manifest.tensors[int(chunks.tensors[i])].name,
                     int(chunks.numbers[i]),
                     offset,
@@ -147,6 +141,28 @@ def fetch(
                     int(crcs[i]),
                 )
             )
+        return moved
+
+    try:
+        for number, plan in sorted(plans.items()):
+            shard = manifest.shards[number]
+            with collector_paused():
+                chunks, segments = plan.chunks(), np.concatenate(plan.segments)
+            path = os.path.join(directory, shard.file)
+            reading = _reader.RangesRead(path, shard.nbytes, segments, chunks.places, config, keepalive)
+            begun.append((shard.file, chunks, reading))
+            # The next shard is planned, and begins, while the drive still works for the last one.
+            if len(begun) > 1:
+                drive_nbytes += finish_first()
+        while begun:
+            drive_nbytes += finish_first()
+    except BaseException:
+        # The memory is the caller's: nothing may write into it any more.
+        for _, _, reading in begun:
+            reading.cancel()  # all before the first wait, which another interrupt may end
+        for _, _, reading in begun:
+            reading.abandon()
+        raise
     return faults, drive_nbytes
 
 

@@ -36,8 +36,10 @@ _WORTH = 1.25
 """Parts for which no more than this times their bytes is read are read by each rank for itself."""
 _SLAB_NBYTES = 8 << 20
 """Smaller ones would cost more to plan than they take to read; larger ones are memory that has to be had first."""
-_SLABS = 3
-"""Of each rank, in memory: one is filled, one emptied, and one is for who is late."""
+_FILLERS = 2
+"""Threads that fill a rank's slabs: one plans the next read while the drive works for the other's."""
+_SLABS = 4
+"""Of each rank, in memory: two are filled, one is emptied, and one is for who is late."""
 _ALIGNMENT = 64
 _LOOK_S = 0.2
 
@@ -103,7 +105,7 @@ def read_parts(reader: CheckpointReader, requests: Sequence[ReadRequest], team: 
             memory.close()
     shared = {number for number, want in offered.items() if want.tensor in group.tensors}
     found: dict[int, _Bytes] = {}
-    if shared:
+    if group.tensors:  # also who wants nothing of them: it has slabs to fill, and the others look at its counter
         found = _Exchange(reader, group, team).run({number: requests[number] for number in sorted(shared)})
     alone = [number for number in range(len(requests)) if number not in shared]
     if alone:
@@ -220,7 +222,7 @@ def _slabs(manifest: Manifest, tensors: dict[int, Box]) -> list[list[_Lot]]:
 
 
 class _Exchange:
-    """One rank's part: a thread fills this rank's slabs, the caller's thread empties all of them, in one order."""
+    """One rank's part: threads fill this rank's slabs, the caller's thread empties all of them, in one order."""
 
     def __init__(self, reader: CheckpointReader, group: _Group, team: Together) -> None:
         self._reader = reader
@@ -228,6 +230,8 @@ class _Exchange:
         self._team = team
         self._slabs = _slabs(reader.manifest, group.tensors)
         self._stop = False
+        self._order = threading.Condition()
+        """Of the fillers: slabs are shown in the order of their numbers."""
         self._error: BaseException | None = None
         self._next_look_s = 0.0
         self._late_s = 0.0
@@ -243,9 +247,12 @@ class _Exchange:
             outs[number] = room_for(self._reader, request)
             by_tensor.setdefault(request.tensor, []).append((box, outs[number]))
             self._reader.wanted_nbytes += outs[number].nbytes
-        filler = threading.Thread(target=self._fill, name="fp_multi parts")
-        filler.start()
+        fillers = [threading.Thread(target=self._fill, args=(n,), name="fp_multi parts") for n in range(_FILLERS)]
+        started: list[threading.Thread] = []
         try:
+            for filler in fillers:
+                filler.start()
+                started.append(filler)
             for number, slab in enumerate(self._slabs):
                 data = self._wait_for(number)
                 for lot in slab:
@@ -254,8 +261,11 @@ class _Exchange:
                         _copy(lot.box, bytes_here, box, out, itemsize(tensors[lot.tensor].dtype))
                 self._mine.emptied = number + 1
         finally:
-            self._stop = True
-            filler.join()
+            self._stop = True  # first of all: an interrupt may come while the lock is waited for
+            with self._order:
+                self._order.notify_all()
+            for filler in started:
+                filler.join()
         if self._error is not None:
             raise self._error
         return outs
@@ -287,11 +297,12 @@ class _Exchange:
             comm = self._team.team.comm
             raise missing(self._team.round.tag, [self._group.ranks[who]], comm.size, comm.timeout_s)
 
-    def _fill(self) -> None:
-        """Read this rank's slabs, as soon as there is room; runs in a thread of its own."""
+    def _fill(self, first: int) -> None:
+        """Read every second slab of this rank's, as soon as there is room; runs in a thread of its own."""
         group, memory = self._group, self._mine
+        slabs = self._slabs[group.place :: len(group.ranks)]
         try:
-            for turn, slab in enumerate(self._slabs[group.place :: len(group.ranks)]):
+            for turn in range(first, len(slabs), _FILLERS):
                 # The slab that was in this place has to be emptied by all.
                 needed = (turn - _SLABS) * len(group.ranks) + group.place + 1
                 _host_memory.wait_for(
@@ -299,13 +310,21 @@ class _Exchange:
                     lambda: None,
                 )
                 if self._stop:
-                    return
+                    return  # nobody takes it any more
                 address = _engine.address_of(_place_of(memory, turn))
-                requests = [_assemble.Request(lot.tensor, address + lot.begin, lot.box) for lot in slab]
+                requests = [_assemble.Request(lot.tensor, address + lot.begin, lot.box) for lot in slabs[turn]]
                 fetch(self._reader, requests, memory)
-                memory.filled = turn + 1
+                self._show(turn)
         except BaseException as error:  # raised by run()
             self._error = error
+
+    def _show(self, turn: int) -> None:
+        """Tell all that a slab is filled, when those before it are."""
+        with self._order:
+            self._order.wait_for(lambda: self._stop or self._mine.filled == turn)
+            if self._mine.filled == turn:
+                self._mine.filled = turn + 1
+                self._order.notify_all()
 
 
 def _place_of(memory: _host_memory.HostMemory, turn: int) -> _Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ class CheckpointReader:
         self.drive_nbytes = 0
         """What the drive gave for them: whole pages, and whole chunks to compare their checksums."""
         self._has_looked = False
+        self._counting = threading.Lock()
 
     def leaves(self) -> Iterable[TreeLeaf]:
         """Every place of the state: readable path, and tensor index or plain value."""
@@ -116,7 +118,8 @@ class CheckpointReader:
                 for number, address in zip(wanted, places, strict=True)
             ]
             fetch(self, pieces, buffers)
-        self.wanted_nbytes += sum(sizes.values())
+        with self._counting:
+            self.wanted_nbytes += sum(sizes.values())
         return [
             self._result(request, requests[first].out is not None, buffers[first])
             for request, first in zip(requests, firsts, strict=True)
@@ -179,7 +182,8 @@ def fetch(reader: CheckpointReader, requests: Sequence[_assemble.Request], keep:
     except StorageError:
         look(reader, again=True)  # a shard that was cut or removed since then is the better answer
         raise
-    reader.drive_nbytes += moved
+    with reader._counting:  # several threads may read for one reader
+        reader.drive_nbytes += moved
     if faults:
         look(reader, again=True)
         _assemble.raise_faults(faults, reader.directory)

@@ -15,7 +15,7 @@ from fp_multi._layout import I64, chunk_count, shared_runs, touched_chunks
 from fp_multi._types import Box
 
 
-class _Chunks(NamedTuple):
+class ShardChunks(NamedTuple):
     """Chunks of one shard, as arrays."""
 
     places: I64
@@ -44,7 +44,7 @@ class ShardRanges:
         """Chunks of a piece, in order; some of them may have been added before."""
         self._several.append((piece, tensor, numbers))
 
-    def chunks(self) -> _Chunks:
+    def chunks(self) -> ShardChunks:
         """All that was added, each once."""
         single = np.array(self._single, np.int64).reshape(-1, 4)
         parts = [np.column_stack([single, np.zeros(len(single), np.int64)])]
@@ -56,7 +56,7 @@ class ShardRanges:
         table = np.concatenate(parts)
         if self._several:
             table = table[np.unique(table[:, 0], return_index=True)[1]]
-        return _Chunks(table[:, :2].copy(), table[:, 2].astype(np.uint32), table[:, 3], table[:, 4])
+        return ShardChunks(table[:, :2].copy(), table[:, 2].astype(np.uint32), table[:, 3], table[:, 4])
 
 
 class Request(NamedTuple):

@@ -224,14 +224,14 @@ def test_a_target_of_parts_reads_these_parts_only(tmp_path: Path, monkeypatch: p
     whole = np.random.default_rng(0).random((2048, 1024))
     fp.save({"a": whole, "b": whole.copy()}, tmp_path / "c", config=QUICK)
     moved = []
-    original = _reader.read_ranges
+    original = _reader.RangesRead.finish
 
     def counting(*arguments: Any, **settings: Any) -> Any:
         crcs, nbytes = original(*arguments, **settings)
         moved.append(nbytes)
         return crcs, nbytes
 
-    monkeypatch.setattr(_reader, "read_ranges", counting)
+    monkeypatch.setattr(_reader.RangesRead, "finish", counting)
     for inplace in (False, True):
         moved.clear()
         part = fp.ShardOf(np.zeros((300, 1024)), whole.shape, (1011, 0))
