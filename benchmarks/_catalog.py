@@ -42,11 +42,12 @@ class Benchmark(NamedTuple):
 
 SMALL = ("--size-mib", "128", "--rounds", "3")
 TINY = ("--size-mib", "64", "--rounds", "2")
-ROUNDS = ("--rounds", "2")
 BENCHMARKS = (
-    Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "1024", "--rounds", "2")),
-    Benchmark("save", "save_throughput.py", "Save until durable", ROUNDS, quick=SMALL),
-    Benchmark("load", "load_throughput.py", "Load from a cold cache", ROUNDS, quick=SMALL),
+    Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "512", "--rounds", "2")),
+    Benchmark("save", "save_throughput.py", "Save until durable", ("--rounds", "3"), quick=SMALL),
+    Benchmark(
+        "load", "load_throughput.py", "Load from a cold cache", ("--size-mib", "1100", "--rounds", "3"), quick=SMALL
+    ),
     Benchmark(
         "save_many_leaves", "save_throughput.py", "Save 100,000 small tensors", ("--many-leaves", "--rounds", "2")
     ),
@@ -88,7 +89,7 @@ BENCHMARKS = (
         "dcp",
         "dcp_throughput.py",
         "torch.distributed.checkpoint",
-        ("--size-mib", "1024", "--rounds", "2"),
+        ("--size-mib", "1400", "--rounds", "3"),
         TINY,
         more=True,
     ),

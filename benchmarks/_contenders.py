@@ -42,6 +42,11 @@ class Contender(NamedTuple):
     takes_memory: bool = True
     """Whether a save takes memory for the state's bytes: page cache, buffers. Direct writes take none."""
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is fp_multi."""
+        return self.name.startswith("fp_multi")
+
     def save_memory(self, nbytes: int) -> int:
         """How much memory a save of so many bytes should find: the page cache and a quarter more; no peer needs it."""
         return nbytes * 5 // 4 if self.takes_memory else 0

@@ -337,6 +337,15 @@ def rotated(contenders: Sequence[T], number: int) -> list[T]:
     return [*contenders[at:], *contenders[:at]]
 
 
+def with_peers(number: int) -> bool:
+    """Whether a round has the peers, too: the first two and every second.
+
+    They are slower by far more than the noise. The time is better spent on more rounds of those that the goals compare:
+    fp_multi and the drive.
+    """
+    return number == 0 or number % 2 == 1
+
+
 def progress(number: int, last: int) -> None:
     """Tell on standard error which round is done."""
     print(f"round {number} of {last} done", file=sys.stderr, flush=True)

@@ -57,12 +57,14 @@ def measure(ranks: Ranks, scratch: Path, rounds: int, ceiling: Direct) -> dict[s
     for number in range(rounds + 1):
         ceiling.measure()
         for what, name in harness.rotated(contenders, number):
+            if name != OURS and not harness.with_peers(number):
+                continue
             path = scratch / "saved"
             found[name]["save"].append(ranks.ask(what=what, do="save", path=str(path)))
             harness.cool(path)
             found[name]["load"].append(ranks.ask(what=what, do="load", path=str(path)))
             harness.remove(path)
-        for key, taken in stalls.items():
+        for key, taken in stalls.items() if harness.with_peers(number) else ():
             path = scratch / "saved"
             taken.append(ranks.ask(what=key.rpartition(" ")[2], do="async", path=str(path)))
             harness.remove(path)

@@ -61,6 +61,8 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         for ceiling in ceilings:
             ceiling.measure()
         for contender in harness.rotated(contenders, number):
+            if not (contender.is_ours or harness.with_peers(number)):
+                continue
             path = paths[contender.name]
             how = harness.cool(path)
             samples[contender.name].append(harness.timed(partial(loader_of(contender), path), 2 * nbytes))

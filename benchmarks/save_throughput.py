@@ -71,6 +71,8 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
             ceiling.measure()
         samples[COPY].append(harness.timed(partial(copy_through, state, buffer), 0, state.arrays.values()))
         for contender in harness.rotated(contenders, number):
+            if not (contender.is_ours or harness.with_peers(number)):
+                continue
             path = scratch / f"saved_{number}"
             with contender.ready(state, path) as save:
                 samples[contender.name].append(

@@ -25,8 +25,6 @@ WARM_UP_STEPS = 2
 BESIDE_BUSY = ("torch.save + fsync", "dcp.async_save, thread")
 """The peers that are measured beside a busy Python thread, too."""
 SAVES_OF_THE_CALL = 5
-PEERS_EVERY = 2
-"""The peers are slower by far more than the noise: of the counted rounds they take part in every second."""
 
 
 class Scenario(NamedTuple):
@@ -40,6 +38,8 @@ class Scenario(NamedTuple):
     contenders: Sequence[Contender]
     rounds: int
     steps: int
+    warm_up: bool = True
+    """Whether a round comes first that does not count; not where each contender has run before."""
 
 
 def percentile_99(values: Sequence[float]) -> float:
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--forward-backward-s", type=float, default=1.0, help="how long they take, by way of the batch")
     parser.add_argument("--steps", type=int, default=10, help="of each run; the first two do not count")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--call-size-mib", type=int, default=1730, help="of the state whose call of save() is timed")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step times into FILE (PNG)")
     args = parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> None:
     scenarios = [
         Scenario("training", work_s, 1, nullcontext, CONTENDERS, rounds, steps),
         # Each step takes several times as long there.
-        Scenario("training beside a busy Python thread", work_s / 5, 1, busy_python, some, max(rounds // 3, 1), steps),
+        Scenario("training beside a busy Python thread", work_s / 5, 1, busy_python, some, 1, steps, False),
         # Every fourth: it is the fence that is measured here, not the drive.
         Scenario("steps shorter than the write", 0.02, 4, nullcontext, ours, rounds, 2 * steps),
     ]
@@ -102,9 +102,9 @@ def main() -> None:
 def measure(args: Any, scenario: Scenario, scratch: Path) -> dict[str, Samples]:
     trainer = trainer_with(args.width, args.layers, scenario.forward_backward_s)
     samples = {contender.name: Samples() for contender in scenario.contenders}
-    for number in range(scenario.rounds + 1):
+    for number in range(0 if scenario.warm_up else 1, scenario.rounds + 1):
         for contender in harness.rotated(scenario.contenders, number):
-            if number > 1 and number % PEERS_EVERY == 0 and contender.name not in (NOTHING, *OURS.values()):
+            if not harness.with_peers(number) and contender.name not in (NOTHING, *OURS.values()):
                 continue
             directory = scratch / "run"
             directory.mkdir()
