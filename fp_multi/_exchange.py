@@ -34,7 +34,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 _WORTH = 1.25
 """Parts for which no more than this times their bytes is read are read by each rank for itself."""
-_SLAB_NBYTES = 8 << 20
+_SLAB_NBYTES = 4 << 20
 """Smaller ones would cost more to plan than they take to read; larger ones are memory that has to be had first."""
 _FILLERS = 2
 """Threads that fill a rank's slabs: one plans the next read while the drive works for the other's."""
