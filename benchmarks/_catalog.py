@@ -44,7 +44,7 @@ SMALL = ("--size-mib", "128", "--rounds", "3")
 TINY = ("--size-mib", "64", "--rounds", "2")
 BENCHMARKS = (
     Benchmark("ceiling", "disk_ceiling.py", "The drive itself", ("--size-mib", "512", "--rounds", "2")),
-    Benchmark("save", "save_throughput.py", "Save until durable", ("--rounds", "3"), quick=SMALL),
+    Benchmark("save", "save_throughput.py", "Save until durable", ("--rounds", "4"), quick=SMALL),
     Benchmark(
         "load", "load_throughput.py", "Load from a cold cache", ("--size-mib", "1100", "--rounds", "3"), quick=SMALL
     ),

@@ -38,7 +38,11 @@ class StepReader:
         """What has to happen first."""
 
     def steps(self) -> list[int]:
-        """The complete steps, in order."""
+        """The complete steps, in order. Old ones that cannot be read are left out, with a warning in the log.
+
+        Raises:
+            StorageError: the directory, or its newest step, cannot be read.
+        """
         return list(complete_steps(self.directory))
 
     def latest_step(self) -> int | None:
