@@ -346,6 +346,11 @@ def with_peers(number: int) -> bool:
     return number == 0 or number % 2 == 1
 
 
+def in_round(contenders: Sequence[T], number: int, is_ours: Callable[[T], bool]) -> list[T]:
+    """Those that a round has, in its order: see :func:`rotated` and :func:`with_peers`."""
+    return [one for one in rotated(contenders, number) if with_peers(number) or is_ours(one)]
+
+
 def progress(number: int, last: int) -> None:
     """Tell on standard error which round is done."""
     print(f"round {number} of {last} done", file=sys.stderr, flush=True)

@@ -56,9 +56,7 @@ def measure(ranks: Ranks, scratch: Path, rounds: int, ceiling: Direct) -> dict[s
     stalls: dict[str, list[float]] = {f"async_save, {what}": [] for what in ("theirs", KEPT, *MODES)}
     for number in range(rounds + 1):
         ceiling.measure()
-        for what, name in harness.rotated(contenders, number):
-            if name != OURS and not harness.with_peers(number):
-                continue
+        for what, name in harness.in_round(contenders, number, lambda one: one[1] == OURS):
             path = scratch / "saved"
             found[name]["save"].append(ranks.ask(what=what, do="save", path=str(path)))
             harness.cool(path)

@@ -60,9 +60,7 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
     for number in range(args.rounds + 1):
         for ceiling in ceilings:
             ceiling.measure()
-        for contender in harness.rotated(contenders, number):
-            if not (contender.is_ours or harness.with_peers(number)):
-                continue
+        for contender in harness.in_round(contenders, number, lambda one: one.is_ours):
             path = paths[contender.name]
             how = harness.cool(path)
             samples[contender.name].append(harness.timed(partial(loader_of(contender), path), 2 * nbytes))

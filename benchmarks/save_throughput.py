@@ -70,9 +70,7 @@ def measure(args: Any, state: State, contenders: list[Contender], scratch: Path)
         for ceiling in ceilings:
             ceiling.measure()
         samples[COPY].append(harness.timed(partial(copy_through, state, buffer), 0, state.arrays.values()))
-        for contender in harness.rotated(contenders, number):
-            if not (contender.is_ours or harness.with_peers(number)):
-                continue
+        for contender in harness.in_round(contenders, number, lambda one: one.is_ours):
             path = scratch / f"saved_{number}"
             with contender.ready(state, path) as save:
                 samples[contender.name].append(

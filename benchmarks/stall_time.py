@@ -24,6 +24,7 @@ from fp_multi.adapters.torch import Checkpointer
 WARM_UP_STEPS = 2
 BESIDE_BUSY = ("torch.save + fsync", "dcp.async_save, thread")
 """The peers that are measured beside a busy Python thread, too."""
+NOT_PEERS = (NOTHING, *OURS.values())
 SAVES_OF_THE_CALL = 5
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--call-size-mib", type=int, default=1730, help="of the state whose call of save() is timed")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step times into FILE (PNG)")
     args = parser.parse_args()
-    ours = [contender for contender in CONTENDERS if contender.name in (NOTHING, *OURS.values())]
+    ours = [contender for contender in CONTENDERS if contender.name in NOT_PEERS]
     some = [contender for contender in CONTENDERS if contender in ours or contender.name in BESIDE_BUSY]
     work_s, rounds, steps = args.forward_backward_s, args.rounds, args.steps
     scenarios = [
@@ -103,9 +104,7 @@ def measure(args: Any, scenario: Scenario, scratch: Path) -> dict[str, Samples]:
     trainer = trainer_with(args.width, args.layers, scenario.forward_backward_s)
     samples = {contender.name: Samples() for contender in scenario.contenders}
     for number in range(0 if scenario.warm_up else 1, scenario.rounds + 1):
-        for contender in harness.rotated(scenario.contenders, number):
-            if not harness.with_peers(number) and contender.name not in (NOTHING, *OURS.values()):
-                continue
+        for contender in harness.in_round(scenario.contenders, number, lambda one: one.name in NOT_PEERS):
             directory = scratch / "run"
             directory.mkdir()
             gc.collect()
